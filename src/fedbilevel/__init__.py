@@ -1,0 +1,74 @@
+"""Federated and decentralized bilevel optimisation in JAX, with an exact account of what it costs.
+
+A run is one call:
+
+    result = fb.solve(problem, clients, fb.FedNest(upper_lr=0.1, lower_lr=0.1), steps=200)
+    result.x, result.y, result.history, result.ledger
+"""
+
+from fedbilevel import adjoint, algorithm, data, engine, fed, local, problem, tree
+from fedbilevel.algorithm import (
+    FedAvg,
+    FedAvgS,
+    FedNest,
+    FedNestSGD,
+    LFedNest,
+    LFedNestNonAlt,
+    LFedNestSVRG,
+)
+from fedbilevel.data import Clients
+from fedbilevel.engine import Process, Simulator, simulate
+from fedbilevel.experiment import Diagnosis, Result, diagnose, load, solve
+from fedbilevel.fed import Ledger
+from fedbilevel.problem import (
+    Box,
+    Composition,
+    Positive,
+    Problem,
+    Quadratic,
+    Saddle,
+    Simplex,
+    compositional,
+    minimax,
+    single_level,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Box",
+    "Clients",
+    "Composition",
+    "Diagnosis",
+    "FedAvg",
+    "FedAvgS",
+    "FedNest",
+    "FedNestSGD",
+    "LFedNest",
+    "LFedNestNonAlt",
+    "LFedNestSVRG",
+    "Ledger",
+    "Positive",
+    "Problem",
+    "Process",
+    "Quadratic",
+    "Result",
+    "Saddle",
+    "Simplex",
+    "Simulator",
+    "adjoint",
+    "algorithm",
+    "compositional",
+    "data",
+    "diagnose",
+    "engine",
+    "fed",
+    "load",
+    "local",
+    "minimax",
+    "problem",
+    "simulate",
+    "single_level",
+    "solve",
+    "tree",
+]

@@ -1,0 +1,78 @@
+"""What an algorithm is: a pure server-side program on a federation."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+
+import equinox as eqx
+import jax
+
+from fedbilevel.fed.federation import Federation
+from fedbilevel.tree import PyTree
+
+State = TypeVar("State")
+Info: TypeAlias = dict[str, jax.Array]
+
+
+class Variables(NamedTuple):
+    """The state of methods that carry nothing but the two variables."""
+
+    x: PyTree
+    y: PyTree
+
+
+class Schedule(eqx.Module):
+    """A step size that depends on the step: wraps an optax schedule `step -> value`."""
+
+    function: Callable[[Any], Any] = eqx.field(static=True)
+
+    def __call__(self, time: Any) -> Any:
+        return self.function(time)
+
+
+Rate: TypeAlias = float | jax.Array | Schedule | Callable[[Any], Any]
+"""A step size: a number, or an optax schedule of the step."""
+
+
+def rate(value: Any) -> Any:
+    """A step size as a leaf of the algorithm's tree: schedules are wrapped, numbers stay."""
+    return Schedule(value) if callable(value) and not isinstance(value, Schedule | jax.Array) else value
+
+
+class Algorithm(eqx.Module, Generic[State]):
+    """A method: its fields are its settings (floats are leaves of its tree, the rest is static).
+
+    `step` is written against the verbs of a cohort only; it names no engine, message or byte.
+    """
+
+    @abc.abstractmethod
+    def init(self, fed: Federation, key: jax.Array) -> State:
+        """The state before the first step."""
+
+    @abc.abstractmethod
+    def step(self, fed: Federation, state: State, key: jax.Array) -> tuple[State, Info]:
+        """One step: the new state, and scalars for the history."""
+
+    @abc.abstractmethod
+    def solution(self, state: State) -> tuple[PyTree, PyTree]:
+        """The variables `(x, y)` of a state."""
+
+    def at(self, time: Any) -> Any:
+        """This algorithm with every schedule replaced by its value at step `time`."""
+        return jax.tree.map(
+            lambda leaf: leaf(time) if isinstance(leaf, Schedule) else leaf,
+            self,
+            is_leaf=lambda leaf: isinstance(leaf, Schedule),
+        )
+
+
+class TwoVariables(Algorithm[Variables]):
+    """A method whose state is `(x, y)` and nothing else."""
+
+    def init(self, fed: Federation, key: jax.Array) -> Variables:
+        return Variables(fed.problem.constraint(fed.problem.x0), fed.problem.y0)
+
+    def solution(self, state: Variables) -> tuple[PyTree, PyTree]:
+        return state.x, state.y

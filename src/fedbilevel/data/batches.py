@@ -1,0 +1,128 @@
+"""Samples of all clients, stored once, and the minibatches drawn from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from fedbilevel.fed.loop import repeat
+from fedbilevel.tree import PyTree
+
+
+class Batch(eqx.Module):
+    """Some samples of one client.
+
+    Attributes:
+        samples: pytree, leading axis = samples.
+        weight: `(B,)` weights of the samples, summing to one; None: they are all alike.
+        count: how many samples really count (a padded batch has fewer than its shape says).
+        share: 1, but for the short last batch of a pass: its size over that of the others. A step is
+            shortened by it, so that every sample of a pass moves the iterate alike.
+    """
+
+    samples: PyTree
+    weight: Any = None
+    count: Any = 0
+    share: Any = 1.0
+
+
+class Samples(eqx.Module):
+    """The samples of all clients for one level: flat, with the place of each client's rows.
+
+    Clients of unequal size cost no padding: client i owns rows `start[i] : start[i] + size[i]` of
+    `rows` (or of `flat` itself where `rows` is None), and only minibatches are gathered.
+
+    Attributes:
+        flat: pytree, leading axis = all samples of all clients.
+        start, size: `(clients,)` integers.
+        rows: optional `(total,)` index into `flat`, so that several splits share one copy.
+        batch_size: samples in a minibatch; None: all of a client's samples.
+        longest, smallest: the extreme sizes over the whole federation.
+    """
+
+    flat: PyTree
+    start: Any
+    size: Any
+    rows: Any
+    batch_size: int | None = eqx.field(static=True)
+    longest: int = eqx.field(static=True)
+    smallest: int = eqx.field(static=True)
+
+    @property
+    def width(self) -> int:
+        """The number of rows in a batch (static): the batch size, or the largest client's size."""
+        return self.longest if self.batch_size is None else min(self.batch_size, self.longest)
+
+    def batch(self, client: Any, key: jax.Array) -> Batch:
+        """A minibatch, drawn independently and uniformly (with replacement) from a client's samples.
+
+        A client with no more samples than the batch size uses all of them, once each.
+        """
+        size, places = self.size[client], jnp.arange(self.width)
+        if self.width == self.longest:
+            return self._pick(client, places, size)
+        drawn = jax.random.randint(key, (self.width,), 0, size)
+        if self.smallest >= self.width:
+            return Batch(self._rows(client, drawn), count=self.width)
+        whole = size <= self.width
+        return self._pick(client, jnp.where(whole, places, drawn), jnp.minimum(size, self.width))
+
+    def batches_in_pass(self, client: Any) -> Any:
+        """How many batches one pass over a client's samples takes; static if all clients agree."""
+        most, least = -(-self.longest // self.width), -(-self.smallest // self.width)
+        return most if most == least else -(-self.size[client] // self.width)
+
+    def one_pass(
+        self, client: Any, key: jax.Array, body: Callable[[Batch, PyTree], PyTree], carry: PyTree
+    ) -> PyTree:
+        """`carry = body(batch, carry)` over one shuffled pass of a client's samples."""
+        order = self._shuffled(client, key)
+
+        def visit(index: Any, carry: PyTree) -> PyTree:
+            places = jax.lax.dynamic_slice(order, (index * self.width,), (self.width,))
+            left = jnp.minimum(self.size[client] - index * self.width, self.width)
+            share = left / jnp.minimum(self.size[client], self.width)
+            return body(self._pick(client, places, left, share), carry)
+
+        return repeat(self.batches_in_pass(client), visit, carry)
+
+    def _shuffled(self, client: Any, key: jax.Array) -> jax.Array:
+        """A random order of a client's samples, its own rows first, filled up to whole batches."""
+        rank = jax.random.uniform(key, (self.longest,))
+        rank = jnp.where(jnp.arange(self.longest) < self.size[client], rank, jnp.inf)
+        return jnp.pad(jnp.argsort(rank), (0, -self.longest % self.width))
+
+    def _pick(self, client: Any, places: jax.Array, count: Any, share: Any = 1.0) -> Batch:
+        """The batch of the first `count` of the given places; the others weigh nothing."""
+        samples = self._rows(client, jnp.minimum(places, self.size[client] - 1))
+        if self.smallest == self.longest and self.longest % self.width == 0:
+            return Batch(samples, count=self.width)
+        weight = (jnp.arange(self.width) < count) / count
+        return Batch(samples, weight, count, share)
+
+    def _rows(self, client: Any, places: jax.Array) -> PyTree:
+        rows = self.start[client] + places
+        rows = rows if self.rows is None else self.rows[rows]
+        return jax.tree.map(lambda leaf: leaf[rows], self.flat)
+
+
+def weighted(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`function(*variables, samples)` as a function of `(*variables, batch)`.
+
+    A padded batch is evaluated sample by sample and summed with its weights. So the function must
+    be what an objective over data is: the mean over the samples of what one sample gives.
+    """
+
+    def of_batch(*arguments: Any) -> jax.Array:
+        *variables, batch = arguments
+        if batch.weight is None:
+            return function(*variables, batch.samples)
+        alone = jax.tree.map(lambda leaf: leaf[:, None], batch.samples)
+        values = jax.vmap(lambda sample: function(*variables, sample))(alone)
+        return jnp.tensordot(batch.weight.astype(values.dtype), values, axes=1)
+
+    return of_batch

@@ -1,0 +1,187 @@
+"""The clients' data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedbilevel.data.batches import Samples
+from fedbilevel.tree import PyTree
+
+
+class DataError(ValueError):
+    """The clients' data do not fit together."""
+
+
+class Clients(eqx.Module):
+    """The data of all clients, at both levels.
+
+    Args:
+        lower: what `g` sees (training data): a list with one pytree a client, whose leaves have a
+            leading axis of samples and may differ in length between clients; or one pytree stacked
+            as `(clients, samples, ...)`.
+        upper: what `f` sees (validation data), in the same form; default: the same as `lower`.
+        batch_size: samples in a minibatch; None: every oracle call sees all of a client's samples.
+        weights: `"uniform"` (as in the papers), `"size"` (by number of lower samples) or a vector:
+            one weight vector for every average over clients.
+
+    >>> clients = Clients(lower=[np.ones((3, 2)), np.ones((5, 2))], batch_size=2)
+    >>> clients.n
+    2
+    """
+
+    lower: Samples
+    upper: Samples
+    weights: Any
+
+    def __init__(
+        self,
+        lower: PyTree,
+        upper: PyTree = None,
+        *,
+        batch_size: int | None = None,
+        weights: Literal["uniform", "size"] | Any = "uniform",
+    ) -> None:
+        self.lower = _collect(lower, batch_size, "lower")
+        self.upper = self.lower if upper is None else _collect(upper, batch_size, "upper")
+        if self.lower.size.shape != self.upper.size.shape:
+            raise DataError(
+                f"there are {len(self.lower.size)} clients with lower-level data and "
+                f"{len(self.upper.size)} with upper-level data; every client needs both"
+            )
+        self.weights = _weights(weights, self.lower.size)
+
+    @property
+    def n(self) -> int:
+        """How many clients there are."""
+        return len(self.lower.size)
+
+    @classmethod
+    def indexed(
+        cls,
+        data: PyTree,
+        lower: Sequence[Any],
+        upper: Sequence[Any] | None = None,
+        *,
+        batch_size: int | None = None,
+        weights: Literal["uniform", "size"] | Any = "uniform",
+    ) -> Clients:
+        """Clients that share one stored copy of `data`; each list holds a client's row numbers."""
+        flat = jax.tree.map(jnp.asarray, data)
+        parts = [_indexed(flat, rows, batch_size) for rows in (lower, lower if upper is None else upper)]
+        return cls(*parts, weights=weights)
+
+    def whole(self) -> Clients:
+        """The same clients with full batches."""
+        parts = [_batched(samples, None) for samples in (self.lower, self.upper)]
+        return Clients(*parts, weights="uniform" if self.weights is None else self.weights)
+
+    def only(self, client: int) -> Clients:
+        """One client's own data, with the draws it makes in the whole federation."""
+        return Clients(*(_only(samples, client) for samples in (self.lower, self.upper)))
+
+
+def _collect(source: PyTree, batch_size: int | None, level: str) -> Samples:
+    """Flat storage of a list of clients or of a stacked pytree."""
+    if isinstance(source, Samples):
+        return source
+    if batch_size is not None and batch_size < 1:
+        raise DataError(f"batch_size is {batch_size}; it must be at least 1, or None for full batches")
+    if isinstance(source, list | tuple) and not hasattr(source, "_fields"):
+        return _from_list(list(source), batch_size, level)
+    shapes = {jnp.shape(leaf)[:2] for leaf in jax.tree.leaves(source)}
+    if len(shapes) != 1 or len(next(iter(shapes))) != 2:
+        raise DataError(
+            f"stacked {level}-level data need leaves of one leading shape (clients, samples, ...); "
+            f"found leading shapes {sorted(shapes)}. For clients of unequal size pass a list."
+        )
+    n, size = next(iter(shapes))
+    flat = jax.tree.map(lambda leaf: jnp.reshape(leaf, (n * size, *jnp.shape(leaf)[2:])), source)
+    return _samples(flat, np.full(n, size), batch_size, level)
+
+
+def _from_list(trees: list[PyTree], batch_size: int | None, level: str) -> Samples:
+    if not trees:
+        raise DataError(f"the list of {level}-level data is empty; there must be at least one client")
+    first = jax.tree.structure(trees[0])
+    for client, tree in enumerate(trees):
+        if jax.tree.structure(tree) != first:
+            raise DataError(
+                f"client {client}'s {level}-level data have the structure {jax.tree.structure(tree)}, "
+                f"client 0's {first}; they must be alike"
+            )
+    sizes = np.array([_length(tree, client, level) for client, tree in enumerate(trees)])
+    try:
+        flat = jax.tree.map(lambda *leaves: jnp.asarray(np.concatenate(leaves)), *trees)
+    except ValueError as error:
+        raise DataError(f"the clients' {level}-level samples differ in shape: {error}") from None
+    return _samples(flat, sizes, batch_size, level)
+
+
+def _length(tree: PyTree, client: int, level: str) -> int:
+    lengths = {jnp.shape(leaf)[0] if jnp.ndim(leaf) else None for leaf in jax.tree.leaves(tree)}
+    if len(lengths) != 1 or None in lengths:
+        raise DataError(
+            f"the leaves of client {client}'s {level}-level data must share a leading axis of samples; "
+            f"their lengths are {sorted(map(str, lengths))}"
+        )
+    return int(lengths.pop() or 0)
+
+
+def _samples(
+    flat: PyTree, sizes: np.ndarray[Any, Any], batch_size: int | None, level: str, rows: Any = None
+) -> Samples:
+    if not np.all(sizes > 0):
+        empty = np.flatnonzero(sizes == 0).tolist()
+        raise DataError(f"clients {empty} have no {level}-level samples; leave them out or give them some")
+    start = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+    return Samples(
+        flat,
+        jnp.asarray(start, jnp.int32),
+        jnp.asarray(sizes, jnp.int32),
+        rows,
+        batch_size,
+        int(sizes.max()),
+        int(sizes.min()),
+    )
+
+
+def _indexed(flat: PyTree, lists: Sequence[Any], batch_size: int | None) -> Samples:
+    total = jax.tree.leaves(flat)[0].shape[0]
+    rows = np.concatenate([np.asarray(r, np.int32) for r in lists])
+    if rows.size and (rows.min() < 0 or rows.max() >= total):
+        raise DataError(f"row numbers must lie in 0..{total - 1}; found {rows.min()}..{rows.max()}")
+    return _samples(flat, np.array([len(r) for r in lists]), batch_size, "indexed", jnp.asarray(rows))
+
+
+def _batched(s: Samples, batch_size: int | None) -> Samples:
+    return Samples(s.flat, s.start, s.size, s.rows, batch_size, s.longest, s.smallest)
+
+
+def _only(samples: Samples, client: int) -> Samples:
+    begin, size = int(samples.start[client]), int(samples.size[client])
+    places = np.arange(begin, begin + size)
+    rows = places if samples.rows is None else np.asarray(samples.rows)[places]
+    flat = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)[rows]), samples.flat)
+    start, length = jnp.zeros(1, jnp.int32), jnp.full(1, size, jnp.int32)
+    return Samples(flat, start, length, None, samples.batch_size, samples.longest, samples.smallest)
+
+
+def _weights(weights: Any, sizes: jax.Array) -> Any:
+    if isinstance(weights, str):
+        options: Mapping[str, Any] = {"uniform": None, "size": sizes / jnp.mean(sizes)}
+        if weights not in options:
+            raise DataError(f'weights is "{weights}"; it must be "uniform", "size" or a vector')
+        return options[weights]
+    vector = np.asarray(weights, float)
+    if vector.shape != sizes.shape or not np.all(np.isfinite(vector)) or np.any(vector < 0) or not vector.any():
+        raise DataError(
+            f"weights must be one finite non-negative number for each of the {len(sizes)} clients, "
+            f"not all zero; got shape {vector.shape}"
+        )
+    return jnp.asarray(vector)

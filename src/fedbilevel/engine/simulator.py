@@ -1,0 +1,259 @@
+"""The simulator: all clients in one process, the whole step in one compiled program."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from fedbilevel.data.clients import Clients
+from fedbilevel.engine.base import Block, Engine, Session, Stepper
+from fedbilevel.fed.cohort import Cohort
+from fedbilevel.fed.federation import Federation, answers, choose
+from fedbilevel.fed.ledger import Counts, as_arrays, book, metering
+from fedbilevel.fed.loop import repeat, trace_once, zeros
+from fedbilevel.fed.place import At, Kept, Published, map_kept
+from fedbilevel.fed.program import Program
+from fedbilevel.problem.base import Problem
+from fedbilevel.problem.oracle import Client
+from fedbilevel.tree import PyTree, all_finite, nbytes, row
+
+_tokens = itertools.count()
+
+
+class Simulator(eqx.Module, Engine):
+    """Runs everything in this process, as one XLA program.
+
+    Args:
+        chunk: how many clients are computed at once; None: all of a cohort (`vmap`). A small number
+            saves memory, and on CPU 1 makes convolutions with per-client weights faster.
+        dropout: probability that a client does not answer after a local computation.
+    """
+
+    chunk: int | None = eqx.field(static=True, default=None)
+    dropout: float = eqx.field(static=True, default=0.0)
+
+    def __check_init__(self) -> None:
+        if self.chunk is not None and self.chunk < 1:
+            raise ValueError(f"chunk is {self.chunk}; it must be at least 1, or None for all at once")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout}; it must be a probability below 1")
+
+    @contextlib.contextmanager
+    def connect(self, problem: Problem, clients: Clients, stepper: Stepper) -> Iterator[Session]:
+        yield SimulatedSession(self.federation(problem, clients), stepper)
+
+    def federation(self, problem: Problem, clients: Clients) -> SimulatedFederation:
+        """The federation itself, for those who write their own loop around `step`."""
+        return SimulatedFederation(problem, clients, self.chunk, self.dropout)
+
+
+class SimulatedFederation(eqx.Module, Federation):
+    """All clients as rows of arrays. A pytree, so that data are arguments of a compiled program."""
+
+    problem: Problem
+    clients: Clients
+    chunk: int | None = eqx.field(static=True, default=None)
+    dropout: float = eqx.field(static=True, default=0.0)
+    observe: Callable[[Program], None] | None = eqx.field(static=True, default=None)
+
+    @property
+    def n(self) -> int:  # type: ignore[override]
+        return self.clients.n
+
+    @property
+    def everyone(self) -> Cohort:
+        return SimulatedCohort(self, jnp.arange(self.n), "everyone", self.clients.weights)
+
+    def sample(self, key: jax.Array, size: int) -> Cohort:
+        ids, weights = choose(key, self.n, size), self.clients.weights
+        return SimulatedCohort(
+            self, ids, f"sample {next(_tokens)}", None if weights is None else weights[ids]
+        )
+
+    def publish(self, value: PyTree, label: str) -> Published:
+        return Published(value, jnp.zeros(self.n, bool), label)
+
+    def keep(self, stacked: PyTree) -> Kept:
+        return Kept(jax.tree.map(jnp.asarray, stacked))
+
+    def stacked(self, kept: Kept) -> PyTree:
+        return kept.value
+
+    def loop(self, times: Any, body: Callable[[Any, PyTree], PyTree], carry: PyTree) -> PyTree:
+        return repeat(times, body, jax.tree.map(self._spread, carry, is_leaf=_is_at))
+
+    def _spread(self, leaf: Any) -> Any:
+        """A loop's body returns stacked client values, so they must be stacked when it starts."""
+        if not _is_at(leaf) or leaf.stacked:
+            return leaf
+        raise TypeError(
+            "a sent value cannot be the carry of `fed.loop`, since the body would turn it into one "
+            "value a client; carry the server value and send it in the body, or `run` a program on it first"
+        )
+
+
+class SimulatedCohort(Cohort):
+    """A cohort whose client values are stacked arrays."""
+
+    def __init__(self, fed: SimulatedFederation, ids: jax.Array, token: str, weights: Any) -> None:
+        self.fed, self.ids, self.token, self.weights = fed, ids, token, weights
+        self.size = ids.shape[0]
+
+    def _send(self, tree: PyTree) -> PyTree:
+        # One copy for all: every client computes with the same value, which XLA can exploit.
+        return jax.tree.map(jnp.asarray, tree)
+
+    def _read_published(self, published: Published) -> tuple[PyTree, jax.Array, jax.Array]:
+        newcomers = jnp.sum(~published.holders[self.ids]).astype(jnp.int32)
+        return self._send(published.value), published.holders.at[self.ids].set(True), newcomers
+
+    def _deal(self, stacked: PyTree) -> PyTree:
+        return jax.tree.map(jnp.asarray, stacked)
+
+    def _run(self, program: Program, values: tuple[At, ...], key: jax.Array) -> At:
+        if self.fed.observe is not None:
+            self.fed.observe(program)
+
+        def one(id: jax.Array, own: tuple[PyTree, ...]) -> tuple[PyTree, Counts]:
+            arguments = [v.value if not v.stacked else own[i] for i, v in enumerate(values)]
+            with metering() as meter:
+                me = Client(self.fed.problem, self.fed.clients, id, id, jax.random.fold_in(key, id))
+                out = program(me, *arguments)
+            return jax.tree.map(jnp.asarray, out), as_arrays(meter.counts)
+
+        stacked = tuple(v.value if v.stacked else () for v in values)
+        out, spent = _each(one, self.fed.chunk)(self.ids, stacked)
+        present = self._present(values, key)
+        book({entry: jnp.sum(times * _ones(present, self.size)) for entry, times in spent.items()})
+        return self._own(out, present=present)
+
+    def _present(self, values: tuple[At, ...], key: jax.Array) -> Any:
+        masks = [v.present for v in values if v.present is not None]
+        had = functools.reduce(jnp.logical_and, masks) if masks else None
+        return answers(key, self.ids, self.fed.dropout, had)
+
+    def _take(self, kept: Kept) -> PyTree:
+        return row(kept.value, self.ids)
+
+    def _put(self, kept: Kept, value: At) -> Kept:
+        rows = self._rows(value)
+        if value.present is not None:
+            rows = _select(value.present, rows, row(kept.value, self.ids))
+        return Kept(jax.tree.map(lambda old, new: old.at[self.ids].set(new), kept.value, rows))
+
+    def _gather(self, value: At) -> tuple[PyTree, jax.Array]:
+        rows = self._rows(value)
+        if value.present is None:
+            return rows, jnp.ones(self.size, bool)
+        return _select(value.present, rows, jax.tree.map(jnp.zeros_like, rows)), value.present
+
+    def _push(self, value: At, weights: jax.Array) -> tuple[PyTree, int]:
+        rows, _ = self._gather(value)
+        mixed = jax.tree.map(lambda leaf: jnp.tensordot(weights.astype(leaf.dtype), leaf, axes=1), rows)
+        return mixed, nbytes(jax.eval_shape(lambda: row(rows, 0)))
+
+    def _rows(self, value: At) -> PyTree:
+        if value.stacked:
+            return value.value
+        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.size, *leaf.shape)), value.value)
+
+
+class SimulatedSession(Session):
+    """An algorithm in a simulator: many steps are one compiled program."""
+
+    def __init__(self, federation: SimulatedFederation, stepper: Stepper) -> None:
+        # Step sizes as arrays are arguments of the compiled program: another value needs no compilation.
+        self.federation, self.stepper = federation, jax.tree.map(_array_if_number, stepper)
+
+    def init(self, key: jax.Array) -> tuple[PyTree, Counts]:
+        state, counts = _begin(self.federation, self.stepper, key)
+        return state, counts
+
+    def advance(self, state: PyTree, key: jax.Array, first: int, steps: int, capacity: int) -> Block:
+        block = self._advance(state, key, first, steps, capacity)
+        if block.finite:
+            return block
+        # The same steps again, without the one that broke: cheaper than saving every state.
+        before = self._advance(state, key, first, block.done - 1, capacity)
+        return block._replace(state=before.state, done=before.done)
+
+    def _advance(self, state: PyTree, key: jax.Array, first: int, steps: int, capacity: int) -> Block:
+        times = jnp.asarray(first, jnp.int32), jnp.asarray(steps, jnp.int32)
+        block = _advance(self.federation, self.stepper, state, key, *times, capacity)
+        return block._replace(done=int(block.done), finite=bool(block.finite))
+
+
+@eqx.filter_jit
+def _begin(fed: SimulatedFederation, stepper: Stepper, key: jax.Array) -> tuple[PyTree, Counts]:
+    with metering() as meter:
+        state = stepper.at(0).init(fed, key)
+    return state, as_arrays(meter.counts)
+
+
+def simulate(
+    fed: SimulatedFederation,
+    stepper: Stepper,
+    state: PyTree,
+    key: jax.Array,
+    first: Any,
+    steps: Any,
+    capacity: int,
+) -> Block:
+    """Many steps as one pure function: what `jax.vmap` over an algorithm's step sizes needs."""
+
+    def one(time: jax.Array, state: PyTree) -> tuple[PyTree, dict[str, jax.Array], Counts, jax.Array]:
+        with metering() as meter:
+            state, info = stepper.at(time).step(fed, state, jax.random.fold_in(key, time))
+        return state, info, as_arrays(meter.counts), all_finite(map_kept(lambda _: (), state))
+
+    state = jax.tree.map(jnp.asarray, state)
+    staged, (_, info, counts, _) = trace_once(one, jnp.asarray(first, jnp.int32), state)
+
+    def advance(carry: Any) -> Any:
+        index, state, _, *records = carry
+        state, *new, finite = staged(first + index, state)
+        records = [jax.tree.map(lambda log, value: log.at[index].set(value), *pair)
+                   for pair in zip(records, new, strict=True)]
+        return index + 1, state, finite, *records
+
+    start = (jnp.zeros((), jnp.int32), state, jnp.asarray(True), zeros(info, capacity), zeros(counts, capacity))
+    done, state, finite, info, counts = jax.lax.while_loop(lambda c: (c[0] < steps) & c[2], advance, start)
+    return Block(state, done, finite, info, counts)
+
+
+_advance = eqx.filter_jit(simulate)
+
+
+def _each(function: Callable[..., Any], chunk: int | None) -> Callable[..., Any]:
+    """`function` on every row of its arguments: all at once, or in chunks."""
+    if chunk is None:
+        return jax.vmap(function)
+    if chunk == 1:  # no batching rule at all: what convolutions on CPU want
+        return lambda *rows: jax.lax.map(lambda r: function(*r), rows)
+    return lambda *rows: jax.lax.map(lambda r: function(*r), rows, batch_size=chunk)
+
+
+def _ones(present: Any, size: int) -> Any:
+    return jnp.ones(size, jnp.int32) if present is None else present.astype(jnp.int32)
+
+
+def _select(mask: jax.Array, a: PyTree, b: PyTree) -> PyTree:
+    def pick(p: jax.Array, q: jax.Array) -> jax.Array:
+        return jnp.where(mask.reshape(-1, *(1,) * (p.ndim - 1)), p, q)
+
+    return jax.tree.map(pick, a, b)
+
+
+def _array_if_number(leaf: Any) -> Any:
+    return jnp.asarray(leaf) if isinstance(leaf, float | int) else leaf
+
+
+def _is_at(leaf: Any) -> bool:
+    return isinstance(leaf, At)

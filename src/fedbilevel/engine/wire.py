@@ -1,0 +1,72 @@
+"""Messages: a JSON header and raw arrays. Nothing in a message is ever executed.
+
+Layout: `FBL1`, the header's length (4 bytes, little endian), the header (JSON: a body, and dtype and
+shape of every array), the arrays' bytes one after another.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from fedbilevel.portable import Array, Json
+
+_MAGIC = b"FBL1"
+_KINDS = ("bool", "int", "uint", "float", "bfloat", "complex")
+
+
+class WireError(ValueError):
+    """A message is not what it should be."""
+
+
+def encode(body: Json, arrays: list[Array]) -> bytes:
+    """A message; `body` refers to the arrays by number."""
+    table = [[array.dtype.name, list(array.shape)] for array in arrays]
+    header = json.dumps({"body": body, "arrays": table}).encode()
+    parts = [array.tobytes() for array in arrays]
+    return b"".join([_MAGIC, struct.pack("<I", len(header)), header, *parts])
+
+
+def decode(message: bytes) -> tuple[Json, list[Array]]:
+    """The body and arrays of a message, all of it checked."""
+    if message[:4] != _MAGIC or len(message) < 8:
+        raise WireError("it does not begin as a message of this protocol does")
+    (length,) = struct.unpack_from("<I", message, 4)
+    try:
+        header = json.loads(message[8 : 8 + length].decode())
+        body, table = header["body"], header["arrays"]
+        specs = [(_dtype(name), tuple(map(_length, shape))) for name, shape in table]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise WireError(f"its header cannot be read: {error}") from None
+    return body, _arrays(message, 8 + length, specs)
+
+
+def _arrays(message: bytes, offset: int, specs: list[tuple[Any, tuple[int, ...]]]) -> list[Array]:
+    arrays = []
+    for dtype, shape in specs:
+        size = math.prod(shape) * dtype.itemsize
+        if offset + size > len(message):
+            raise WireError(f"it ends before its array of {dtype} {shape}")
+        flat = np.frombuffer(message, dtype, math.prod(shape), offset)
+        arrays.append(flat.reshape(shape))
+        offset += size
+    if offset != len(message):
+        raise WireError(f"{len(message) - offset} bytes are left over behind its arrays")
+    return arrays
+
+
+def _dtype(name: Any) -> Any:
+    if not isinstance(name, str) or not name.startswith(_KINDS):
+        raise WireError(f"{name!r} is no dtype for a message")
+    return jnp.dtype(name)
+
+
+def _length(number: Any) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise WireError(f"{number!r} is no length of an axis")
+    return number

@@ -1,0 +1,159 @@
+"""The client's end of a wire: holds its own data, runs the agreed programs, answers."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+import types
+from collections.abc import Callable
+from multiprocessing.connection import Client as connect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedbilevel.engine.programs import names, programs_of
+from fedbilevel.engine.wire import decode, encode
+from fedbilevel.fed.ledger import Counts, Entry, as_arrays, metering
+from fedbilevel.portable import Array, Json, imported, unpack
+from fedbilevel.problem.oracle import Client
+from fedbilevel.tree import PyTree
+
+
+class Broken:
+    """Stands in the store for a value that could not be computed."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+
+class Worker:
+    """One client: `answer(message) -> message`. The transport is somebody else's business."""
+
+    def __init__(self) -> None:
+        self.store: dict[int, Any] = {}
+        self.spent: dict[Entry, int] = {}
+
+    def answer(self, message: bytes) -> bytes:
+        """Do what a message says and say what came of it."""
+        body, arrays = decode(message)
+        reply: list[Array] = []
+        if "configure" in body:
+            content = self._try_to_configure(body["configure"], arrays)
+        else:
+            self.spent = {}
+            answers = [self._obey(command, arrays, reply) for command in body["commands"]]
+            counts = [[*entry, times] for entry, times in self.spent.items()]
+            content = {"answers": [a for a in answers if a is not None], "spent": counts}
+        return encode(content, reply)
+
+    # ------------------------------------------------------------- agreement
+
+    def _try_to_configure(self, configuration: Json, arrays: list[Array]) -> Json:
+        try:
+            return self._configure(**unpack(configuration, arrays, imported))
+        except Exception as error:  # told to the server, which knows what to advise
+            return {"error": f"{type(error).__name__}: {str(error)[:500]}"}
+
+    def _configure(self, problem: Any, clients: Any, id: int, n: int, algorithm: Any, x64: bool) -> Json:
+        jax.config.update("jax_enable_x64", x64)
+        self.store.clear()
+        self.problem = problem() if isinstance(problem, types.FunctionType) else problem
+        self.problem, self.clients = (jax.tree.map(_on_device, t) for t in (self.problem, clients))
+        self.id = id
+        self.programs = programs_of(self.problem, self.clients, n, algorithm)
+        self.compiled = [self._compile(index) for index in range(len(self.programs))]
+        return {"programs": names(self.programs)}
+
+    def _compile(self, index: int) -> Callable[..., tuple[PyTree, Counts]]:
+        treedef = jax.tree.structure(self.programs[index])
+
+        @jax.jit
+        def run(clients: Any, leaves: Any, key: Any, *values: Any) -> tuple[PyTree, Counts]:
+            own_key = jax.random.fold_in(jax.random.wrap_key_data(key), self.id)
+            with metering() as meter:
+                me = Client(self.problem, clients, 0, self.id, own_key)
+                out = jax.tree.unflatten(treedef, leaves)(me, *values)
+            return jax.tree.map(jnp.asarray, out), as_arrays(meter.counts)
+
+        return run
+
+    # -------------------------------------------------------------- commands
+
+    def _obey(self, command: Json, arrays: list[Array], reply: list[Array]) -> Json | None:
+        verb, *rest = command
+        if verb == "get":
+            return self._get(*rest, reply)
+        getattr(self, f"_{verb}")(*rest, arrays=arrays)
+        return None
+
+    def _put(self, ref: int, structure: Json, arrays: list[Array]) -> None:
+        self.store[ref] = jax.tree.map(jnp.asarray, unpack(structure, arrays, imported))
+
+    def _keep(self, ref: int, new: Json, old: Json, arrays: list[Array]) -> None:
+        value = self._find(new)
+        self.store[ref] = self._find(old) if isinstance(value, Broken) else value
+
+    def _free(self, refs: list[int], arrays: list[Array]) -> None:
+        for ref in refs:
+            self.store.pop(ref, None)
+
+    def _run(self, ref: int, index: int, leaves: list[int], key: int, values: list[Json], arrays: list[Array]) -> None:
+        found = [self._find(value) for value in values]
+        broken = next((value for value in found if isinstance(value, Broken)), None)
+        if broken is not None:
+            self.store[ref] = broken
+            return
+        try:
+            settings = [jnp.asarray(arrays[leaf]) for leaf in leaves]
+            out, counts = self.compiled[index](self.clients, settings, jnp.asarray(arrays[key]), *found)
+            self.store[ref] = jax.block_until_ready(out)
+        except Exception as error:  # whatever the user's function raises is reported, not fatal
+            name = type(self.programs[index]).__name__
+            self.store[ref] = Broken(f"{name} raised {type(error).__name__}: {str(error)[:500]}")
+            return
+        for entry, times in counts.items():
+            self.spent[entry] = self.spent.get(entry, 0) + int(times)
+
+    def _get(self, value: Json, reply: list[Array]) -> Json:
+        found = self._find(value)
+        if isinstance(found, Broken):
+            return {"broken": found.reason}
+        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(found)]
+        reply.extend(leaves)
+        return {"leaves": list(range(len(reply) - len(leaves), len(reply)))}
+
+    def _find(self, value: Json) -> Any:
+        ref, path = value
+        found = self.store.get(ref, Broken("it does not have a value that it was asked to use"))
+        for part in path:
+            if isinstance(found, Broken):
+                return found
+            found = found[part]
+        return found
+
+
+def _on_device(leaf: Any) -> Any:
+    return jnp.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
+
+
+def main() -> None:
+    """Serve one server over a local connection until it hangs up; standard input says where it is."""
+    start = json.loads(sys.stdin.readline())
+    if start["main"] is not None:  # the user's script, under another name so that it does not run again
+        module = types.ModuleType("__main__")
+        module.__dict__.update(runpy.run_path(start["main"], run_name="__fedbilevel_client__"))
+        sys.modules["__main__"] = module
+    worker = Worker()
+    with connect(start["address"], authkey=bytes.fromhex(start["secret"])) as server:
+        try:
+            while True:
+                server.send_bytes(worker.answer(server.recv_bytes()))
+        except (EOFError, ConnectionError, KeyboardInterrupt):
+            return
+
+
+if __name__ == "__main__":
+    main()

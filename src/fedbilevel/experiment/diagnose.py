@@ -1,0 +1,203 @@
+"""What to look at when a run diverges: curvature, heterogeneity, and whether hypergradients are right."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import equinox as eqx
+import jax.random as jr
+import numpy as np
+
+from fedbilevel.adjoint.lanczos import Spectrum, Tridiagonal, spectrum
+from fedbilevel.algorithm.base import Algorithm, Variables
+from fedbilevel.algorithm.probe import CurvatureProbe, HypergradientProbe, SpreadProbe
+from fedbilevel.data.clients import Clients
+from fedbilevel.engine.base import Engine
+from fedbilevel.engine.simulator import Simulator
+from fedbilevel.fed.ledger import Ledger
+from fedbilevel.problem.base import Problem
+from fedbilevel.tree import PyTree
+
+_MARGIN = 1.1
+"""ℓ is set so much above the measured curvature, because it moves while y does."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """What `diagnose` found at a point.
+
+    Attributes:
+        lambda_max, lambda_min: the extreme eigenvalues of `mean ∇²_yy g_i`.
+        spectrum: the same with the error bounds of the measurement.
+        spread: relative spread over clients of `g_y, f_y, f_x, g_yy v, g_xy v` (0: all alike).
+        smoothness: suggested ℓ.
+        damping: suggested damping; 0 if H is positive definite.
+        lower_lr: suggested step size for y, `1/ℓ`.
+        upper_lr: suggested step size for x, one over the measured curvature of h; None if not measured.
+        terms: suggested number of terms of the Neumann series for the tolerance.
+        cg_terms: suggested number of CG iterations for the tolerance.
+        residual: `‖H u − ∇_y f‖/‖∇_y f‖` of the accurate solve; None if not measured.
+        hypergradient_norm: norm of the accurate hypergradient; None if not measured.
+        estimator_error, estimator_bias: of the given algorithm's hypergradient against the accurate
+            one: root mean square of its draws, and their mean; relative; None if none was given.
+        ledger: what the measurement cost.
+    """
+
+    lambda_max: float
+    lambda_min: float
+    spectrum: Spectrum
+    spread: dict[str, float]
+    smoothness: float
+    damping: float
+    lower_lr: float
+    upper_lr: float | None
+    terms: int
+    cg_terms: int
+    residual: float | None
+    hypergradient_norm: float | None
+    estimator_error: float | None
+    estimator_bias: float | None
+    ledger: Ledger
+
+    @property
+    def condition(self) -> float:
+        """κ of the damped H."""
+        low = self.lambda_min + self.damping
+        return (self.lambda_max + self.damping) / low if low > 0 else math.inf
+
+    def __str__(self) -> str:
+        lines = [
+            f"curvature of g in y: {self.lambda_min:.4g} to {self.lambda_max:.4g}, "
+            f"condition number {self.condition:.4g}" + (" (damped)" if self.damping else ""),
+            "spread over clients: " + ", ".join(f"{name} {value:.3g}" for name, value in self.spread.items()),
+            f"suggested: smoothness={self.smoothness:.4g}, lower_lr={self.lower_lr:.4g}, terms={self.terms} "
+            f'(or {self.cg_terms} with series="cg")',
+        ]
+        if self.upper_lr is not None:
+            lines[-1] += f", upper_lr={self.upper_lr:.4g}"
+        if self.damping:
+            lines[-1] += f", damping={self.damping:.4g}"
+            lines.append("g is not strongly convex in y here: without damping the adjoint has no meaning")
+        if self.residual is not None:
+            lines.append(
+                f"accurate adjoint: residual {self.residual:.2g}, hypergradient norm {self.hypergradient_norm:.4g}"
+            )
+        if self.estimator_error is not None:
+            lines.append(
+                f"the given method's hypergradient: error {self.estimator_error:.2g}, bias {self.estimator_bias:.2g}"
+            )
+        return "\n".join(lines)
+
+
+def diagnose(
+    problem: Problem,
+    clients: Clients,
+    x: PyTree,
+    y: PyTree,
+    *,
+    algorithm: Algorithm[Any] | None = None,
+    tolerance: float = 1e-2,
+    iterations: int = 50,
+    engine: Engine | None = None,
+    seed: int = 0,
+) -> Diagnosis:
+    """Measure a problem at `(x, y)` and suggest settings. Uses all of the clients' data in each product.
+
+    Args:
+        problem, clients: what is solved, on which data.
+        x, y: where: usually the start, or where a run has gone wrong.
+        algorithm: if it has a `hypergradient` (FedNest and its variants do), its error is measured.
+        tolerance: relative accuracy that the suggested numbers of terms should reach.
+        iterations: of the Lanczos process and of conjugate gradients.
+        engine: where it runs; default: a simulator.
+        seed: of the random directions.
+    """
+    if problem.structure == "single_level":
+        raise ValueError("a single-level problem has no lower level to diagnose")
+    ask = _Asker(engine or Simulator(), _at(problem, x, y), clients.whole(), seed)
+    ends = _ends(ask(CurvatureProbe(iterations)))
+    spread = {name: float(value) for name, value in ask(SpreadProbe()).items()}
+    damping = 0.0 if ends.low > 0 else -ends.low + ends.low_error + 0.01 * abs(ends.high)
+    deep: dict[str, Any] = {}
+    if problem.structure != "minimax":
+        deep = ask(HypergradientProbe(iterations, damping, estimator_of(algorithm, ends)))
+    bend = float(deep.get("upper_curvature", 0))
+    terms, cg_terms = _terms(ends, damping, tolerance)
+    return Diagnosis(
+        lambda_max=ends.high,
+        lambda_min=ends.low,
+        spectrum=ends,
+        spread=spread,
+        smoothness=_safe_bound(ends),
+        damping=damping,
+        lower_lr=1 / (_safe_bound(ends) + damping),
+        upper_lr=1 / bend if bend > 0 else None,
+        terms=terms,
+        cg_terms=cg_terms,
+        residual=_number(deep, "adjoint_residual"),
+        hypergradient_norm=_number(deep, "hypergradient_norm"),
+        estimator_error=_number(deep, "estimator_error"),
+        estimator_bias=_number(deep, "estimator_bias"),
+        ledger=ask.ledger,
+    )
+
+
+def measured_smoothness(
+    engine: Engine, problem: Problem, clients: Clients, algorithm: Algorithm[Any], seed: int
+) -> tuple[Algorithm[Any], Ledger]:
+    """The algorithm with its "auto" smoothness measured at the start, and what that cost."""
+    ask = _Asker(engine, problem, clients.whole(), seed)
+    ends = _ends(ask(CurvatureProbe()))
+    return _with_smoothness(algorithm, _safe_bound(ends)), ask.ledger
+
+
+def estimator_of(algorithm: Any, ends: Spectrum) -> Any:
+    """The algorithm to compare, with its smoothness known; None if it estimates no hypergradient."""
+    if not hasattr(algorithm, "hypergradient"):
+        return None
+    return _with_smoothness(algorithm, _safe_bound(ends)) if algorithm.needs_smoothness else algorithm
+
+
+class _Asker:
+    """Runs one-step algorithms at a point and adds up what they cost."""
+
+    def __init__(self, engine: Engine, problem: Problem, clients: Clients, seed: int) -> None:
+        self.engine, self.problem, self.clients, self.key = engine, problem, clients, jr.key(seed)
+        self.ledger = Ledger()
+
+    def __call__(self, probe: Algorithm[Variables]) -> dict[str, Any]:
+        with self.engine.connect(self.problem, self.clients, probe) as session:
+            state, _ = session.init(self.key)
+            block = session.advance(state, self.key, 0, 1, 1)
+        self.ledger = self.ledger + Ledger.from_counts(block.counts)
+        return {name: np.asarray(values)[0] for name, values in block.info.items()}
+
+
+def _at(problem: Problem, x: PyTree, y: PyTree) -> Problem:
+    return eqx.tree_at(lambda p: (p.x0, p.y0), problem, (x, y), is_leaf=lambda leaf: leaf is None)
+
+
+def _ends(info: dict[str, Any]) -> Spectrum:
+    return spectrum(Tridiagonal(info["diagonal"], info["off"]))
+
+
+def _safe_bound(ends: Spectrum) -> float:
+    return _MARGIN * max(ends.high + ends.high_error, abs(ends.low))
+
+
+def _terms(ends: Spectrum, damping: float, tolerance: float) -> tuple[int, int]:
+    """Terms after which the series, and CG, have the relative error `tolerance`."""
+    low, high = ends.low + damping, _safe_bound(ends) + damping
+    series = math.log(tolerance) / math.log1p(-low / high)
+    cg = math.sqrt(high / low) / 2 * math.log(2 / tolerance)
+    return math.ceil(series), math.ceil(cg)
+
+
+def _with_smoothness(algorithm: Any, value: float) -> Any:
+    return eqx.tree_at(lambda a: a.smoothness, algorithm, value)
+
+
+def _number(values: dict[str, Any], name: str) -> float | None:
+    return float(values[name]) if name in values else None

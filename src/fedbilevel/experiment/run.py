@@ -1,0 +1,209 @@
+"""Run an algorithm on a problem: the face of the library."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.random as jr
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from fedbilevel.algorithm.base import Algorithm
+from fedbilevel.data.clients import Clients
+from fedbilevel.engine.base import Block, Engine, Session
+from fedbilevel.engine.process import Process
+from fedbilevel.engine.simulator import Simulator
+from fedbilevel.experiment.diagnose import measured_smoothness
+from fedbilevel.experiment.record import History, Result, Row
+from fedbilevel.fed.ledger import Ledger
+from fedbilevel.fed.place import Kept, map_kept
+from fedbilevel.problem.base import Problem
+from fedbilevel.tree import PyTree, all_finite
+
+ENGINES: Mapping[str, Callable[[], Engine]] = {"simulator": Simulator, "process": Process}
+
+
+class AdjointWarning(UserWarning):
+    """The adjoint system was not solved: the hypergradients of the run cannot be trusted."""
+
+
+class Evaluation(NamedTuple):
+    """What a callback sees: the new row of the history and the variables."""
+
+    row: Row
+    x: PyTree
+    y: PyTree
+
+
+def solve(
+    problem: Problem,
+    clients: Clients,
+    algorithm: Algorithm[Any],
+    steps: int,
+    *,
+    seed: int | None = None,
+    engine: str | Engine = "simulator",
+    every: int | None = None,
+    start: Result | None = None,
+    callback: Callable[[Evaluation], Any] | None = None,
+    progress: bool | None = None,
+) -> Result:
+    """Run `steps` steps of an algorithm and return the solution, its history and its cost.
+
+    Args:
+        problem: what to solve.
+        clients: the data.
+        algorithm: how, for example `FedNest(upper_lr=0.1, lower_lr=0.1)`.
+        steps: how many steps (more of them, if `start` is given).
+        seed: the same seed gives the same bits; default 0, or that of `start`.
+        engine: "simulator", "process", or an engine object.
+        every: steps between two rows of the history; default: about 20 rows in all.
+        start: an earlier result of the same algorithm, to go on from.
+        callback: called with every new `Evaluation`; the run stops if it returns True.
+        progress: show a bar; default: when standard error is a terminal.
+
+    A NaN or overflow ends the run with `diverged=True` and the last finite state.
+    """
+    _check(problem, clients, steps, every)
+    engine = engine_of(engine)
+    seed = (0 if start is None else start.seed) if seed is None else seed
+    spent = Ledger() if start is None else start.ledger
+    if getattr(algorithm, "needs_smoothness", False) and problem.structure == "bilevel":
+        algorithm, cost = measured_smoothness(engine, problem, clients, algorithm, seed)
+        spent = spent + cost
+    every = every or max(1, -(-steps // 20))
+    with engine.connect(problem, clients, algorithm) as session, _bar(progress, steps) as tick:
+        run = _Run(problem, algorithm, session, seed, spent, callback, start)
+        run.go(steps, every, tick)
+        return run.result()
+
+
+def engine_of(engine: str | Engine) -> Engine:
+    """An engine by name, or the engine itself."""
+    if isinstance(engine, Engine):
+        return engine
+    if engine not in ENGINES:
+        near = difflib.get_close_matches(str(engine), ENGINES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"there is no engine {engine!r}; the engines are {', '.join(ENGINES)}{hint}")
+    return ENGINES[engine]()
+
+
+class _Run:
+    """One call of `solve`: the state between two evaluations."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        algorithm: Algorithm[Any],
+        session: Session,
+        seed: int,
+        ledger: Ledger,
+        callback: Callable[[Evaluation], Any] | None,
+        start: Result | None,
+    ) -> None:
+        self.problem, self.algorithm, self.session = problem, algorithm, session
+        self.seed, self.ledger, self.callback = seed, ledger, callback
+        k_init, self.key = jr.split(jr.key(seed))
+        self.step, self.diverged, self.stopped = 0, False, False
+        self.rows: list[Row] = []
+        self.notes: dict[str, None] = {}
+        if start is None:
+            self.state, counts = session.init(k_init)
+            self.ledger = self.ledger + Ledger.from_counts(counts)
+            self._evaluate({})
+        else:
+            self.state = map_kept(lambda kept: session.federation.keep(kept.value), start.state)
+            self.step, self.rows = start.steps, list(start.history)
+            self.notes = dict.fromkeys(start.notes)
+
+    def go(self, steps: int, every: int, tick: Callable[[int], None]) -> None:
+        last = self.step + steps
+        while self.step < last and not (self.diverged or self.stopped):
+            block = self.session.advance(
+                self.state, self.key, self.step, min(every, last - self.step), every
+            )
+            self._take(block)
+            tick(block.done)
+
+    def _take(self, block: Block) -> None:
+        self.state, self.diverged = block.state, not block.finite
+        self.step += block.done
+        self.ledger = self.ledger + Ledger.from_counts(block.counts)
+        info = {name: np.asarray(values)[: block.done] for name, values in block.info.items()}
+        self.notes |= dict.fromkeys(_suspicions(info))
+        self._evaluate({name: float(values[-1]) for name, values in info.items() if len(values)})
+
+    def _evaluate(self, info: Row) -> None:
+        x, y = self._solution()
+        metrics = {name: float(value) for name, value in _metrics(self.problem, x, y).items()}
+        row: Row = {"step": self.step} | metrics | info | self.ledger.columns()
+        self.rows.append(row)
+        if self.callback is not None:
+            self.stopped = self.callback(Evaluation(row, x, y)) is True
+
+    def _solution(self) -> tuple[PyTree, PyTree]:
+        x, y = self.algorithm.solution(self.state)
+        return map_kept(self.session.federation.stacked, x), map_kept(self.session.federation.stacked, y)
+
+    def result(self) -> Result:
+        for note in self.notes:
+            warnings.warn(note, AdjointWarning, stacklevel=3)
+        x, y = self._solution()
+        state = map_kept(lambda kept: Kept(self.session.federation.stacked(kept)), self.state)
+        return Result(
+            x, y, History(tuple(self.rows)), self.ledger, self.diverged, self.step, self.seed, state,
+            tuple(self.session.failures), tuple(self.notes),
+        )
+
+
+@eqx.filter_jit
+def _metrics(problem: Problem, x: PyTree, y: PyTree) -> dict[str, jax.Array]:
+    return {name: metric(x, y) for name, metric in problem.metrics.items()}
+
+
+def _suspicions(info: dict[str, Any]) -> list[str]:
+    """What the adjoint's reports say, in words."""
+    notes = []
+    growth = info.get("adjoint_growth", np.zeros(1))
+    if np.any(growth > 1 + 1e-3):
+        notes.append(
+            f"a term of the Neumann series grew (by {np.max(growth):.3g}): ‖I − H/ℓ‖ > 1, so the series cannot "
+            "converge. Raise `smoothness` above the largest eigenvalue of H, or add `damping` if H has negative "
+            'eigenvalues; `fedbilevel.diagnose` measures both, `smoothness="auto"` sets the first.'
+        )
+    curvature = info.get("adjoint_curvature", np.ones(1))
+    if np.any(curvature <= 0):
+        notes.append(
+            f"conjugate gradients met negative curvature ({np.min(curvature):.3g}): g is not strongly convex in y "
+            "there. Add `damping` above the most negative eigenvalue; `fedbilevel.diagnose` measures it."
+        )
+    return notes
+
+
+def _check(problem: Problem, clients: Clients, steps: int, every: int | None) -> None:
+    if steps < 0 or (every is not None and every < 1):
+        raise ValueError(f"steps is {steps} and every is {every}; they must be at least 0 and 1")
+    if not bool(all_finite((problem.x0, problem.y0))):
+        raise ValueError("x0 or y0 holds a NaN or an infinity: a run cannot start there")
+    problem.check(clients)
+
+
+@contextlib.contextmanager
+def _bar(progress: bool | None, steps: int) -> Iterator[Callable[[int], None]]:
+    console = Console(stderr=True)
+    shown = sys.stderr.isatty() if progress is None else progress
+    with Progress(console=console, disable=not shown) as bar:
+        task = bar.add_task("steps", total=steps)
+        yield lambda done: bar.advance(task, done)
+
+
+__all__ = ["ENGINES", "AdjointWarning", "Evaluation", "engine_of", "solve"]

@@ -1,0 +1,197 @@
+"""A cohort: the clients that take part in an exchange, and the verbs that move values.
+
+The verbs check the rules and book the cost here, once for all engines, so that every engine's
+ledger is the same by construction; an engine supplies the movements (the methods with `_`).
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedbilevel.fed.codec import Codec, Encode
+from fedbilevel.fed.ledger import ROUND, Entry, count
+from fedbilevel.fed.links import Links, edges
+from fedbilevel.fed.place import At, Kept, PlacementError, Published
+from fedbilevel.fed.program import Program, check_program
+from fedbilevel.tree import PyTree, nbytes
+
+
+class Cohort(abc.ABC):
+    """Some clients of a federation, in the order of their ids.
+
+    Attributes:
+        ids: `(size,)` ids of its clients.
+        size: how many there are (static).
+        weights: `(size,)` weights of its clients in a mean; None: uniform.
+    """
+
+    ids: Any
+    size: int
+    weights: Any
+    token: str
+
+    # ------------------------------------------------------------------ down
+
+    def send(self, tree: PyTree, label: str) -> At:
+        """The same value to every client. Books `size` messages down."""
+        _check_server_value(tree, "send")
+        count(Entry("down", label, nbytes(tree)), self.size)
+        return self._own(self._send(tree), stacked=False)
+
+    def read(self, published: Published) -> tuple[At, Published]:
+        """A published value; books a message down only for clients that do not hold it yet."""
+        value, holders, newcomers = self._read_published(published)
+        count(Entry("down", published.label, nbytes(published.value)), newcomers)
+        return self._own(value, stacked=False), Published(published.value, holders, published.label)
+
+    def deal(self, stacked: PyTree, label: str) -> At:
+        """Row i of every leaf to client i of the cohort. Books `size` messages down."""
+        _check_server_value(stacked, "deal")
+        for leaf in jax.tree.leaves(stacked):
+            if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != self.size:
+                raise ValueError(
+                    f"`deal` needs one row for each of the {self.size} clients of the cohort; "
+                    f"a leaf has shape {jnp.shape(leaf)}"
+                )
+        count(Entry("down", label, _row_bytes(stacked)), self.size)
+        return self._own(self._deal(stacked))
+
+    # ----------------------------------------------------------------- there
+
+    def run(self, program: Program, *values: At, key: jax.Array) -> At:
+        """Run a local program on every client. Books the oracle calls it makes, and no traffic.
+
+        Client i gets `fold_in(key, i)`, so that every engine draws the same numbers.
+        """
+        check_program(program)
+        for value in values:
+            self._check_mine(value)
+        return self._run(program, values, key)
+
+    def take(self, kept: Kept) -> At:
+        """What the clients of this cohort keep. Costs nothing."""
+        if not isinstance(kept, Kept):
+            raise PlacementError(f"`take` needs a kept value, made by `fed.keep`; got {type(kept).__name__}")
+        return self._own(self._take(kept))
+
+    def put(self, kept: Kept, value: At) -> Kept:
+        """Keep a new value at the clients of this cohort; the others keep theirs. Costs nothing."""
+        self._check_mine(value)
+        return self._put(kept, value)
+
+    # -------------------------------------------------------------------- up
+
+    def mean(self, value: At, label: str, *, weight: Any = None, codec: Codec | None = None) -> PyTree:
+        """The weighted average over the clients that answer. Books a message up each, one round.
+
+        Args:
+            value: what to average.
+            label: the name of its line in the ledger.
+            weight: `(size,)` weights instead of the federation's own.
+            codec: how clients write it for the wire.
+        """
+        rows, answered = self.gather(value, label, codec=codec)
+        given = self.weights if weight is None else weight
+        weights = answered if given is None else jnp.asarray(given) * answered
+        return jax.tree.map(lambda leaf: _average(leaf, weights), rows)
+
+    def gather(self, value: At, label: str, *, codec: Codec | None = None) -> tuple[PyTree, jax.Array]:
+        """Every client's value, one by one, and who answered. Books a message up each, one round.
+
+        Returns:
+            the stacked values, `(size, ...)`, zeros where nothing came, and `(size,)` bool.
+        """
+        self._check_mine(value)
+        if codec is not None:
+            value = self._run(Encode(codec), (value,), jax.random.key(0))
+        rows, answered = self._gather(value)
+        count(Entry("up", label, _row_bytes(rows)), jnp.sum(answered).astype(jnp.int32))
+        count(ROUND)
+        return (rows if codec is None else jax.vmap(codec.decode)(rows)), answered
+
+    # -------------------------------------------------------------- sideways
+
+    def push(self, value: At, links: Links, label: str, *, key: jax.Array | None = None) -> At:
+        """Client to client: `out_i = Σ_j W_ij in_j`. Books a message an edge, one round.
+
+        A client that has no value sends nothing (its column of W is as good as zero).
+        """
+        self._check_mine(value)
+        weights = links.weights(jax.random.key(0) if key is None else key, self.size)
+        mixed, message = self._push(value, weights)
+        count(Entry("edge", label, message), edges(weights))
+        count(ROUND)
+        return self._own(mixed)
+
+    # ----------------------------------------------------------------- rules
+
+    def _own(self, value: Any, *, stacked: bool = True, present: Any = None) -> At:
+        return At(value, present, self.token, stacked)
+
+    def _check_mine(self, value: Any) -> None:
+        if isinstance(value, Kept):
+            raise PlacementError("a kept value is read with `cohort.take(kept)` before it is used")
+        if not isinstance(value, At):
+            raise PlacementError(
+                f"a client can use only what it has: got a server value ({type(value).__name__}). "
+                "Send it first: `cohort.send(value, label)`."
+            )
+        if value.cohort != self.token:
+            raise PlacementError(
+                f"a value of cohort {value.cohort} was used in cohort {self.token}: its clients are "
+                "others, which do not have it. Send it to this cohort too, publish it "
+                "(`fed.publish`, `cohort.read`), or keep it at the clients (`fed.keep`)."
+            )
+
+    # ------------------------------------------------- what an engine supplies
+
+    @abc.abstractmethod
+    def _send(self, tree: PyTree) -> Any: ...
+
+    @abc.abstractmethod
+    def _read_published(self, published: Published) -> tuple[Any, Any, Any]: ...
+
+    @abc.abstractmethod
+    def _deal(self, stacked: PyTree) -> Any: ...
+
+    @abc.abstractmethod
+    def _run(self, program: Program, values: tuple[At, ...], key: jax.Array) -> At: ...
+
+    @abc.abstractmethod
+    def _take(self, kept: Kept) -> Any: ...
+
+    @abc.abstractmethod
+    def _put(self, kept: Kept, value: At) -> Kept: ...
+
+    @abc.abstractmethod
+    def _gather(self, value: At) -> tuple[PyTree, jax.Array]: ...
+
+    @abc.abstractmethod
+    def _push(self, value: At, weights: jax.Array) -> tuple[Any, int]: ...
+
+
+def _average(rows: Any, weights: Any) -> jax.Array:
+    """`Σ w_i rows_i / Σ w_i`, in the dtype of the rows."""
+    shares = (weights / jnp.sum(weights)).astype(rows.dtype)
+    return jnp.tensordot(shares, rows, axes=1)
+
+
+def _row_bytes(stacked: PyTree) -> int:
+    spec = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, stacked))
+    return sum(int(np.prod(leaf.shape[1:])) * leaf.dtype.itemsize for leaf in jax.tree.leaves(spec))
+
+
+def _check_server_value(tree: PyTree, verb: str) -> None:
+    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, At | Kept | Published))
+    if any(isinstance(leaf, At | Kept | Published) for leaf in leaves):
+        raise PlacementError(
+            f"`{verb}` takes server values; this one lives on clients already. "
+            "Use it in `run`, or bring it to the server with `mean` first."
+        )
+
+

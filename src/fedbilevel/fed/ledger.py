@@ -1,0 +1,178 @@
+"""The ledger: what a run cost, in rounds, bytes, oracle calls and samples.
+
+Costs are booked while an algorithm is traced. A `Meter` holds the bookings of one straight-line
+block of traced code; `repeat` carries them through loops whose length may be random. Bookings are
+counts of messages; they are multiplied by the bytes of a message on the host, so no total
+overflows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import get_opaque_trace_state
+
+ORACLES = ("f", "f_x", "f_y", "g", "g_y", "g_yy", "g_xy")
+"""The kinds of oracle call that are counted."""
+
+
+class Entry(NamedTuple):
+    """One line of the account: `kind` is round, down, up, edge, call or samples."""
+
+    kind: str
+    label: str = ""
+    unit: int = 1
+
+
+Counts: TypeAlias = dict[Entry, Any]
+
+ROUND = Entry("round")
+SAMPLES = Entry("samples")
+
+
+class UncountedWorkError(RuntimeError):
+    """Work was booked where it would be counted once, not once per iteration."""
+
+
+class Meter:
+    """The bookings of one straight-line block of traced code."""
+
+    def __init__(self) -> None:
+        self.counts: Counts = {}
+        self.level = get_opaque_trace_state(convention="nnx")
+
+    def add(self, entry: Entry, times: Any) -> None:
+        self.counts[entry] = self.counts.get(entry, 0) + times
+
+
+_open: list[Meter] = []
+
+
+@contextlib.contextmanager
+def metering() -> Iterator[Meter]:
+    """Open a meter: what is booked inside is found in its `counts`."""
+    meter = Meter()
+    _open.append(meter)
+    try:
+        yield meter
+    finally:
+        _open.pop()
+
+
+def count(entry: Entry, times: Any = 1) -> None:
+    """Book `times` units of `entry` on the innermost open meter (none open: nothing happens)."""
+    if not _open:
+        return
+    meter = _open[-1]
+    if meter.level != get_opaque_trace_state(convention="nnx"):
+        raise UncountedWorkError(
+            f"{entry.label or entry.kind!r} was used inside a raw jax loop or transformation "
+            "(lax.scan, lax.fori_loop, lax.cond, vmap, grad ...), where it would be counted once "
+            "and not once per iteration. Use `fed.loop` in an algorithm and "
+            "`fedbilevel.fed.repeat` in a local program; outside them use the problem's "
+            "uncounted functions."
+        )
+    meter.add(entry, times)
+
+
+def book(counts: Mapping[Entry, Any]) -> None:
+    """Book a whole block's counts on the innermost open meter."""
+    for entry, times in counts.items():
+        count(entry, times)
+
+
+def as_arrays(counts: Counts) -> Counts:
+    """The counts as int32 arrays, so that loops and `vmap` can carry them."""
+    return {entry: jnp.asarray(times, jnp.int32) for entry, times in counts.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Ledger:
+    """What has been spent. Ledgers add: `a + b` is the cost of doing both.
+
+    Attributes:
+        rounds: exchanges in which the server (or a neighbour) waits for the clients.
+        down: bytes from the server to clients, by label.
+        up: bytes from clients to the server, by label.
+        edge: bytes from client to client, by label.
+        calls: oracle calls of all clients, by kind (`f, f_x, f_y, g, g_y, g_yy, g_xy`).
+        samples: samples read by these calls (a fused call reads its batch once).
+    """
+
+    rounds: int = 0
+    down: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    up: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    edge: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    calls: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    samples: int = 0
+
+    @classmethod
+    def from_counts(cls, counts: Mapping[Entry, Any]) -> Ledger:
+        """Total of booked counts; array values are summed exactly, in Python integers."""
+        tables: dict[str, dict[str, int]] = {"down": {}, "up": {}, "edge": {}, "call": {}}
+        totals = {"round": 0, "samples": 0}
+        for (kind, label, unit), times in counts.items():
+            amount = int(np.sum(np.asarray(times, np.int64))) * unit
+            if kind in totals:
+                totals[kind] += amount
+            else:
+                tables[kind][label] = tables[kind].get(label, 0) + amount
+        return cls(
+            totals["round"],
+            tables["down"],
+            tables["up"],
+            tables["edge"],
+            tables["call"],
+            totals["samples"],
+        )
+
+    def __add__(self, other: Ledger) -> Ledger:
+        return Ledger(
+            self.rounds + other.rounds,
+            _merge(self.down, other.down),
+            _merge(self.up, other.up),
+            _merge(self.edge, other.edge),
+            _merge(self.calls, other.calls),
+            self.samples + other.samples,
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ledger) and self._spent() == other._spent()
+
+    def __hash__(self) -> int:
+        return hash((self.rounds, self.samples))
+
+    def _spent(self) -> tuple[Any, ...]:
+        tables = (self.down, self.up, self.edge, self.calls)
+        return (self.rounds, self.samples, *({k: v for k, v in t.items() if v} for t in tables))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes in all directions."""
+        return sum(sum(table.values()) for table in (self.down, self.up, self.edge))
+
+    def columns(self) -> dict[str, int]:
+        """The totals as one row of a table: rounds, bytes by direction, calls by kind, samples."""
+        row = {"rounds": self.rounds}
+        for direction in ("down", "up", "edge"):
+            row[f"bytes_{direction}"] = sum(getattr(self, direction).values())
+        row |= {f"calls_{kind}": self.calls.get(kind, 0) for kind in ORACLES}
+        return row | {"samples": self.samples}
+
+    def __str__(self) -> str:
+        lines = [f"{self.rounds:,} rounds, {self.bytes:,} bytes, {self.samples:,} samples read"]
+        for title in ("down", "up", "edge", "calls"):
+            table = {k: v for k, v in getattr(self, title).items() if v}
+            if table:
+                parts = ", ".join(f"{label} {amount:,}" for label, amount in sorted(table.items()))
+                lines.append(f"  {title:5} {parts}")
+        return "\n".join(lines)
+
+
+def _merge(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
+    return {label: a.get(label, 0) + b.get(label, 0) for label in sorted({*a, *b})}

@@ -1,0 +1,88 @@
+"""Placed values: what lives on the clients and what they keep."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import equinox as eqx
+import jax
+
+from fedbilevel.tree import PyTree
+
+
+class PlacementError(TypeError):
+    """A value was used in a place where it does not live."""
+
+
+class At(eqx.Module):
+    """A value on every client of one cohort. Opaque: read it with `mean`, use it in `run`.
+
+    Attributes:
+        value: how the engine holds it (stacked arrays, or a handle of what the clients hold).
+        present: which clients of the cohort really have it, `(size,)` bool; None: all of them.
+        cohort: the token of the cohort it belongs to.
+        stacked: whether `value` has one row a client (False: the same value for all of them).
+    """
+
+    value: Any
+    present: Any = None
+    cohort: str = eqx.field(static=True, default="")
+    stacked: bool = eqx.field(static=True, default=True)
+
+    def __getitem__(self, part: Any) -> At:
+        """A part of the value (an item of a tuple, a key of a dict); costs nothing."""
+        return At(self.value[part], self.present, self.cohort, self.stacked)
+
+    def __iter__(self) -> NoReturn:
+        raise PlacementError(
+            "a client value cannot be unpacked, since its length is not known here; "
+            "take its parts as value[0], value[1], ..."
+        )
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise PlacementError(
+            "this value lives on the clients of a cohort, so the server cannot compute with it. "
+            "Use it in a local program with `cohort.run(program, value, key=...)`, or bring it to "
+            "the server with `cohort.mean(value, label)`, which costs a round."
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __pow__ = __rpow__ = _refuse
+    __neg__ = __pos__ = __abs__ = __float__ = __int__ = __bool__ = __len__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __array__ = __jax_array__ = _refuse
+
+
+class Kept(eqx.Module):
+    """A value that every client of the federation keeps between rounds: part of the state.
+
+    Make one with `fed.keep(stacked)`; read and write it with a cohort's `take` and `put`.
+    """
+
+    value: Any
+
+
+class Published(eqx.Module):
+    """A server value that each client downloads at most once: `cohort.read` bills newcomers only.
+
+    Attributes:
+        value: the server's value.
+        holders: which clients hold it already (in the form that suits the engine).
+    """
+
+    value: PyTree
+    holders: Any
+    label: str = eqx.field(static=True)
+
+
+def is_placed(leaf: Any) -> bool:
+    """Whether a leaf is a placed value (for `jax.tree.map(..., is_leaf=is_placed)`)."""
+    return isinstance(leaf, At | Kept | Published)
+
+
+def map_kept(function: Any, state: PyTree) -> PyTree:
+    """Apply `function` to every kept value of a state and leave the rest alone."""
+    return jax.tree.map(
+        lambda leaf: function(leaf) if isinstance(leaf, Kept) else leaf,
+        state,
+        is_leaf=lambda leaf: isinstance(leaf, Kept),
+    )

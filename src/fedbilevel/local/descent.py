@@ -1,0 +1,86 @@
+"""Local descent on one variable: plain (SGD) or corrected by an anchor (SVRG)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import equinox as eqx
+import jax.random as jr
+
+from fedbilevel.adjoint.base import Adjoint
+from fedbilevel.adjoint.hypergradient import own_hypergradient
+from fedbilevel.data.batches import Batch
+from fedbilevel.fed.program import Program
+from fedbilevel.local.work import Work
+from fedbilevel.problem.oracle import Client
+from fedbilevel.tree import PyTree, add, step, sub
+
+
+class Descent(Program):
+    """τ local steps on y with `∇_y g_i` (work on the lower level) or on x with `∇_x f_i` (upper).
+
+    Called with `(x, y)` it is SGD, `z ← z − lr·G_i(z; ζ)`; called with `(x, y, q)` it is SVRG,
+    `z ← z − lr·[G_i(z; ζ) − G_i(z⁰; ζ) + q]`, with one fresh batch ζ a step in both terms.
+    Returns the last z. x is projected onto its set after every step.
+
+    Reference: FedNest, algorithms 2, 4 (SVRG) and 6 (SGD).
+    """
+
+    lr: Any
+    work: Work
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        x, y, *anchor = values
+
+        def gradient(z: PyTree, batch: Batch) -> PyTree:
+            return me.g_y(x, z, batch) if self.work.level == "lower" else me.f_x(z, y, batch)
+
+        def body(batch: Batch, factor: Any, z: PyTree) -> PyTree:
+            direction = gradient(z, batch)
+            if anchor:
+                direction = add(sub(direction, gradient(start, batch)), anchor[0])
+            z = step(z, self.lr * factor, direction)
+            return z if self.work.level == "lower" else me.problem.constraint(z)
+
+        start = y if self.work.level == "lower" else x
+        return self.work.run(me, me.key, body, start)
+
+
+class HyperDescent(Program):
+    """τ local steps on x, each with the client's own hypergradient at `(x_i, y)`: returns x_i.
+
+    The number of terms of a sampled series is drawn once, and kept for all steps of the call.
+
+    Reference: FedNest, algorithm 5, with `∇_y f_i(x_i, y)` in its line 6 (the paper's `∇_x f_i(y_i, y)`
+    has the wrong dimension).
+    """
+
+    lr: Any
+    work: Work
+    adjoint: Adjoint | None
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        x, y = values
+        k_series, k_batches, k_steps = jr.split(me.key, 3)
+
+        def body(batch: Batch, factor: Any, carry: Any) -> Any:
+            x, index = carry
+            key = jr.fold_in(k_batches, index)
+            h = own_hypergradient(me, self.adjoint, x, y, batch, key=key, series_key=k_series)
+            return me.problem.constraint(step(x, self.lr * factor, h)), index + 1
+
+        return self.work.run(me, k_steps, body, (x, 0))[0]
+
+
+class Both(Program):
+    """T rounds of descent on the client's own y_i, then steps on x_i at that y_i: returns both."""
+
+    inner: Descent
+    outer: HyperDescent
+    rounds: int = eqx.field(static=True)
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        x, y = values
+        for round in range(self.rounds):
+            y = self.inner(me.rekeyed(round), x, y)
+        return self.outer(me.rekeyed(self.rounds), x, y), y

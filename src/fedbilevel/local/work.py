@@ -1,0 +1,78 @@
+"""How much a client works between two exchanges: in steps, or in passes over its data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+
+from fedbilevel.data.batches import Batch
+from fedbilevel.fed.loop import repeat
+from fedbilevel.problem.oracle import Client
+from fedbilevel.tree import PyTree
+
+Amount: TypeAlias = int | tuple[int, ...]
+"""A number for every client, or one number for each of them."""
+
+
+class Work(eqx.Module):
+    """Local work on the data of one level.
+
+    Args:
+        level: whose data the batches come from, `"upper"` or `"lower"`.
+        steps: τ, the number of steps, each on an independent minibatch.
+        epochs: if given, so many shuffled passes over the client's data in the place of `steps`; the
+            last, short batch of a pass counts by its size.
+        scaled: divide the step size by the client's own number of steps τ_i (the theory's `α/τ_i`).
+    """
+
+    level: str = eqx.field(static=True)
+    steps: Amount = eqx.field(static=True, default=1)
+    epochs: Amount | None = eqx.field(static=True, default=None)
+    scaled: bool = eqx.field(static=True, default=False)
+
+    def run(
+        self, me: Client, key: jax.Array, body: Callable[[Batch, Any, PyTree], PyTree], carry: PyTree
+    ) -> PyTree:
+        """`carry = body(batch, factor, carry)` as often as the work asks; `factor` scales the step."""
+        scaling = 1 / self.total(me) if self.scaled else 1.0
+
+        def on_batch(batch: Batch, carry: PyTree) -> PyTree:
+            return body(batch, scaling * batch.share, carry)
+
+        if self.epochs is None:
+            return repeat(
+                of_client(self.steps, me.id),
+                lambda i, carry: on_batch(me.batch(self.level, jr.fold_in(key, i)), carry),
+                carry,
+            )
+        return repeat(
+            of_client(self.epochs, me.id),
+            lambda i, carry: me.one_pass(self.level, jr.fold_in(key, i), on_batch, carry),
+            carry,
+        )
+
+    def total(self, me: Client) -> Any:
+        """τ_i, the number of steps this client makes."""
+        if self.epochs is None:
+            return of_client(self.steps, me.id)
+        return of_client(self.epochs, me.id) * me.batches_in_pass(self.level)
+
+
+def of_client(amount: Amount, id: Any) -> Any:
+    """A client's own number."""
+    return amount if isinstance(amount, int) else jnp.asarray(amount, jnp.int32)[id]
+
+
+def check_amount(name: str, amount: Any, least: int = 1) -> None:
+    """Raise an error that explains unless `amount` is a number of steps, or one for each client."""
+    numbers = amount if isinstance(amount, tuple) else (amount,)
+    if not all(isinstance(number, int) and number >= least for number in numbers) or not numbers:
+        raise ValueError(
+            f"{name} is {amount!r}; it must be a whole number of at least {least}, "
+            "or a tuple with one such number for each client"
+        )

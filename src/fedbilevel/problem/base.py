@@ -1,0 +1,170 @@
+"""What is solved: `min_x mean_i f_i(x, y*(x))` with `y*(x) = argmin_y mean_i g_i(x, y)`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from fedbilevel.data.batches import Batch, weighted
+from fedbilevel.data.clients import Clients
+from fedbilevel.problem.constraint import Anywhere
+from fedbilevel.tree import PyTree, sub
+
+Structure: TypeAlias = Literal["bilevel", "minimax", "compositional", "single_level"]
+Objective: TypeAlias = Callable[[PyTree, PyTree, PyTree], jax.Array]
+Metrics: TypeAlias = Mapping[str, Callable[[PyTree, PyTree], Any]]
+
+
+class ProblemError(ValueError):
+    """The problem's functions do not fit its variables or data."""
+
+
+class Problem(eqx.Module):
+    """A bilevel problem over clients' data.
+
+    Args:
+        upper: `f(x, y, samples) -> scalar`, the mean over the samples of the upper-level data.
+        lower: `g(x, y, samples) -> scalar`, likewise over the lower-level data.
+        x0, y0: where x and y start; any pytrees of arrays.
+        metrics: name -> function of `(x, y)`, evaluated on the server for the history.
+        constraint: projection of x onto a convex set (`Simplex`, `Box`, `Positive` or a function).
+        structure: what is known of the problem; set by `minimax`, `compositional`, `single_level`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> def loss(x, y, samples):
+        ...     return jnp.mean((samples - y) ** 2)
+        >>> def penalised(x, y, samples):
+        ...     return loss(x, y, samples) + jnp.exp(x) * y**2
+        >>> problem = Problem(upper=loss, lower=penalised, x0=0.0, y0=0.0)
+        >>> problem.structure
+        'bilevel'
+    """
+
+    upper: Objective
+    lower: Objective
+    x0: PyTree
+    y0: PyTree
+    metrics: Metrics
+    constraint: Callable[[PyTree], PyTree]
+    structure: Structure = eqx.field(static=True)
+
+    def __init__(
+        self,
+        upper: Objective,
+        lower: Objective,
+        x0: PyTree,
+        y0: PyTree,
+        metrics: Metrics | None = None,
+        constraint: Callable[[PyTree], PyTree] | None = None,
+        structure: Structure = "bilevel",
+    ) -> None:
+        self.upper, self.lower = upper, lower
+        self.x0, self.y0 = jax.tree.map(_float_array, (x0, y0))
+        self.metrics = dict(metrics or {})
+        self.constraint = Anywhere() if constraint is None else constraint
+        self.structure = structure
+
+    def check(self, clients: Clients) -> None:
+        """Raise an error that explains if f or g does not give a scalar on these data."""
+        key = jax.random.key(0)
+        for name, function, samples in (
+            ("upper", self.upper, clients.upper),
+            ("lower", self.lower, clients.lower),
+        ):
+            value = jax.eval_shape(lambda b, f=function: weighted(f)(self.x0, self.y0, b), samples.batch(0, key))
+            if not hasattr(value, "shape") or value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
+                raise ProblemError(
+                    f"the {name} objective must return one real number, the mean over the samples; "
+                    f"it returned {value}. Did you forget `jnp.mean`?"
+                )
+
+
+def minimax(f: Objective, x0: PyTree, y0: PyTree, **options: Any) -> Problem:
+    """`min_x max_y mean_i f_i(x, y)`: bilevel with `g = −f`, whose hypergradient is `∇_x f` alone."""
+    return Problem(f, Negative(f), x0, y0, structure="minimax", **options)
+
+
+def compositional(
+    f: Callable[[PyTree, PyTree], jax.Array],
+    r: Callable[[PyTree, PyTree], PyTree],
+    x0: PyTree,
+    y0: PyTree,
+    **options: Any,
+) -> Problem:
+    """`min_x mean_i f_i(mean_j r_j(x))`: bilevel with `g_i = ½‖y − r_i(x)‖²`.
+
+    Args:
+        f: `f(y, samples) -> scalar`, over upper-level data.
+        r: `r(x, samples) -> tree like y`, the mean over lower-level samples.
+        x0, y0: where x and y start.
+        **options: as for `Problem`.
+    """
+    return Problem(OfLower(f), HalfDistance(r), x0, y0, structure="compositional", **options)
+
+
+def single_level(f: Callable[[PyTree, PyTree], jax.Array], x0: PyTree, **options: Any) -> Problem:
+    """`min_x mean_i f_i(x)`, with `f(x, samples) -> scalar`; y is the empty tree `()`."""
+    return Problem(OfUpper(f), Nothing(), x0, (), structure="single_level", **options)
+
+
+# These wrap the user's functions as importable classes, so that they can be named on a wire.
+
+
+class Negative(eqx.Module):
+    """`−f`."""
+
+    f: Objective
+
+    def __call__(self, x: PyTree, y: PyTree, samples: PyTree) -> jax.Array:
+        return -self.f(x, y, samples)
+
+
+class OfLower(eqx.Module):
+    """`(x, y) ↦ f(y)`."""
+
+    f: Callable[[PyTree, PyTree], jax.Array]
+
+    def __call__(self, x: PyTree, y: PyTree, samples: PyTree) -> jax.Array:
+        return self.f(y, samples)
+
+
+class OfUpper(eqx.Module):
+    """`(x, y) ↦ f(x)`."""
+
+    f: Callable[[PyTree, PyTree], jax.Array]
+
+    def __call__(self, x: PyTree, y: PyTree, samples: PyTree) -> jax.Array:
+        return self.f(x, samples)
+
+
+class HalfDistance(eqx.Module):
+    """`½‖y − r(x)‖²`."""
+
+    r: Callable[[PyTree, PyTree], PyTree]
+
+    def __call__(self, x: PyTree, y: PyTree, samples: PyTree) -> jax.Array:
+        gap = sub(y, self.r(x, samples))
+        return jnp.asarray(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(gap))) / 2
+
+
+class Nothing(eqx.Module):
+    """`0`: there is no lower level."""
+
+    def __call__(self, x: PyTree, y: PyTree, samples: PyTree) -> jax.Array:
+        return jnp.zeros(())
+
+
+def objective(problem: Problem, level: str, x: PyTree, y: PyTree, batch: Batch) -> jax.Array:
+    """The value of f (`level="upper"`) or g (`"lower"`) on a batch; not counted."""
+    function = problem.upper if level == "upper" else problem.lower
+    return weighted(function)(x, y, batch)
+
+
+def _float_array(leaf: Any) -> jax.Array:
+    array = jnp.asarray(leaf)
+    return array if jnp.issubdtype(array.dtype, jnp.inexact) else array.astype(float)

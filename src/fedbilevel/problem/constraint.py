@@ -1,0 +1,43 @@
+"""Convex sets for the upper variable, as projections. Any function `x -> x` will do as well."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import equinox as eqx
+import optax.projections as projections
+
+from fedbilevel.tree import PyTree
+
+
+class Simplex(eqx.Module):
+    """All entries of x, over all leaves, are non-negative and sum to `total`."""
+
+    total: float = 1.0
+
+    def __call__(self, x: PyTree) -> PyTree:
+        return projections.projection_simplex(x, self.total)
+
+
+class Box(eqx.Module):
+    """Every entry of x lies between `low` and `high` (numbers, or trees like x)."""
+
+    low: Any
+    high: Any
+
+    def __call__(self, x: PyTree) -> PyTree:
+        return projections.projection_box(x, self.low, self.high)
+
+
+class Positive(eqx.Module):
+    """Every entry of x is at least zero."""
+
+    def __call__(self, x: PyTree) -> PyTree:
+        return projections.projection_non_negative(x)
+
+
+class Anywhere(eqx.Module):
+    """No constraint."""
+
+    def __call__(self, x: PyTree) -> PyTree:
+        return x

@@ -1,0 +1,114 @@
+"""The client as a local program sees it: its own data, key and counted oracles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from fedbilevel.data.batches import Batch, Samples
+from fedbilevel.data.clients import Clients
+from fedbilevel.fed.ledger import SAMPLES, Entry, count
+from fedbilevel.problem.base import Problem, objective
+from fedbilevel.tree import PyTree
+
+
+class Client:
+    """One client: `me` in a local program. It never sees another client's data.
+
+    Attributes:
+        id: its number in the federation.
+        key: its own random key of this run.
+        problem: what is solved.
+
+    Every oracle takes the batch it is evaluated on, so `me.g_y(x, y, zeta)` is `∇_y g_i(x, y; ζ)`.
+    No matrix is ever formed: second-order oracles are products with a vector `v` like y.
+    """
+
+    def __init__(self, problem: Problem, clients: Clients, place: Any, id: Any, key: jax.Array) -> None:
+        self.problem, self.id, self.key = problem, id, key
+        self._clients, self._place = clients, place
+
+    def rekeyed(self, stage: int) -> Client:
+        """This client with a key of its own for one stage of a longer program."""
+        key = jax.random.fold_in(self.key, stage)
+        return Client(self.problem, self._clients, self._place, self.id, key)
+
+    # --------------------------------------------------------------- batches
+
+    def samples(self, level: str) -> Samples:
+        """All clients' samples of a level (`"upper"`, `"lower"`)."""
+        return self._clients.upper if level == "upper" else self._clients.lower
+
+    def batch(self, level: str, key: jax.Array) -> Batch:
+        """An independent minibatch of this client's own data."""
+        return self.samples(level).batch(self._place, key)
+
+    def batches_in_pass(self, level: str) -> Any:
+        """How many batches a pass over this client's data takes."""
+        return self.samples(level).batches_in_pass(self._place)
+
+    def one_pass(self, level: str, key: jax.Array, body: Any, carry: PyTree) -> PyTree:
+        """`carry = body(batch, carry)` over one shuffled pass of this client's data."""
+        return self.samples(level).one_pass(self._place, key, body, carry)
+
+    # --------------------------------------------------------------- oracles
+
+    def f(self, x: PyTree, y: PyTree, batch: Batch) -> jax.Array:
+        """`f_i(x, y)`, a scalar."""
+        self._count(batch, "f")
+        return objective(self.problem, "upper", x, y, batch)
+
+    def f_x(self, x: PyTree, y: PyTree, batch: Batch) -> PyTree:
+        """`∇_x f_i`, like x."""
+        self._count(batch, "f_x")
+        return jax.grad(lambda x: objective(self.problem, "upper", x, y, batch))(x)
+
+    def f_y(self, x: PyTree, y: PyTree, batch: Batch) -> PyTree:
+        """`∇_y f_i`, like y."""
+        self._count(batch, "f_y")
+        return jax.grad(lambda y: objective(self.problem, "upper", x, y, batch))(y)
+
+    def f_x_and_y(self, x: PyTree, y: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
+        """`(∇_x f_i, ∇_y f_i)` in one backward pass."""
+        self._count(batch, "f_x", "f_y")
+        return jax.grad(lambda xy: objective(self.problem, "upper", *xy, batch))((x, y))
+
+    def g(self, x: PyTree, y: PyTree, batch: Batch) -> jax.Array:
+        """`g_i(x, y)`, a scalar."""
+        self._count(batch, "g")
+        return objective(self.problem, "lower", x, y, batch)
+
+    def g_y(self, x: PyTree, y: PyTree, batch: Batch) -> PyTree:
+        """`∇_y g_i`, like y."""
+        self._count(batch, "g_y")
+        return self._g_y(x, y, batch)
+
+    def g_yy(self, x: PyTree, y: PyTree, v: PyTree, batch: Batch) -> PyTree:
+        """`H_i v = ∇²_yy g_i · v`, like y: forward over reverse, about two gradients."""
+        self._count(batch, "g_yy")
+        return jax.jvp(lambda y: self._g_y(x, y, batch), (y,), (v,))[1]
+
+    def g_xy(self, x: PyTree, y: PyTree, v: PyTree, batch: Batch) -> PyTree:
+        """`J_i v = ∇_x ⟨∇_y g_i(x, y), v⟩`, like x: reverse over forward, about two gradients."""
+        self._count(batch, "g_xy")
+        return jax.grad(lambda x: self._slope(x, y, v, batch))(x)
+
+    def g_xy_and_yy(self, x: PyTree, y: PyTree, v: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
+        """`(J_i v, H_i v)` in one backward pass through the slope of g along v."""
+        self._count(batch, "g_xy", "g_yy")
+        return jax.grad(lambda xy: self._slope(*xy, v, batch))((x, y))
+
+    def _g_y(self, x: PyTree, y: PyTree, batch: Batch) -> PyTree:
+        return jax.grad(lambda y: objective(self.problem, "lower", x, y, batch))(y)
+
+    def _slope(self, x: PyTree, y: PyTree, v: PyTree, batch: Batch) -> jax.Array:
+        """`⟨∇_y g_i(x, y), v⟩` without the gradient: a forward derivative along v."""
+        return jax.jvp(lambda y: objective(self.problem, "lower", x, y, batch), (y,), (v,))[1]
+
+    def _count(self, batch: Batch, *kinds: str) -> None:
+        for kind in kinds:
+            count(Entry("call", kind))
+        count(SAMPLES, batch.count)
+
+

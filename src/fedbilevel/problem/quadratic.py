@@ -1,0 +1,297 @@
+"""Problems with known answers: quadratics whose clients all differ.
+
+Every solution, adjoint and hypergradient is a closed form, so they are what an algorithm, yours too,
+is tested on: an exact method must reach them to rounding, a biased one must not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+
+from fedbilevel.data.clients import Clients
+from fedbilevel.problem.base import Problem, compositional, minimax
+from fedbilevel.tree import PyTree
+
+
+def lower_objective(x: jax.Array, y: jax.Array, samples: PyTree) -> jax.Array:
+    """`g = ½ yᵀAy − yᵀ(Bx + b)`, the mean over the samples."""
+    bend = jnp.einsum("i,sij,j->s", y, samples["A"], y) / 2
+    pull = jnp.einsum("i,sij,j->s", y, samples["B"], x) + samples["b"] @ y
+    return jnp.mean(bend - pull)
+
+
+def upper_objective(x: jax.Array, y: jax.Array, samples: PyTree) -> jax.Array:
+    """`f = ½ (y − c)ᵀD(y − c) + (ρ/2)‖x − e‖² + xᵀEy`, the mean over the samples."""
+    gap, away = y - samples["c"], x - samples["e"]
+    bend = jnp.einsum("si,sij,sj->s", gap, samples["D"], gap) / 2
+    cross = jnp.einsum("i,sij,j->s", x, samples["E"], y)
+    return jnp.mean(bend + samples["rho"] / 2 * jnp.sum(away**2, axis=-1) + cross)
+
+
+class Quadratic(eqx.Module):
+    """Heterogeneous quadratic bilevel problem; every field has one row a client.
+
+        g_i = ½ yᵀA_i y − yᵀ(B_i x + b_i)
+        f_i = ½ (y − c_i)ᵀD_i(y − c_i) + (ρ_i/2)‖x − e_i‖² + xᵀE_i y
+
+    With bars for means over clients: `y*(x) = Ā⁻¹(B̄x + b̄)`,
+    `u*(x) = Ā⁻¹(D̄y* − mean(D_i c_i) + Ēᵀx)`, `∇h = ρ̄x − mean(ρ_i e_i) + Ēy* + B̄ᵀu*`.
+
+    Example:
+        >>> import jax
+        >>> quadratic = Quadratic.random(jax.random.key(0), clients=4, dx=3, dy=5)
+        >>> bool(jax.numpy.linalg.norm(quadratic.hypergradient(quadratic.solution())) < 1e-4)
+        True
+    """
+
+    A: jax.Array
+    B: jax.Array
+    b: jax.Array
+    c: jax.Array
+    D: jax.Array
+    E: jax.Array
+    e: jax.Array
+    rho: jax.Array
+
+    @classmethod
+    def random(
+        cls,
+        key: jax.Array,
+        clients: int,
+        dx: int,
+        dy: int,
+        *,
+        curvature: tuple[float, float] = (1.0, 4.0),
+        coupling: float = 0.3,
+        alike: bool = False,
+    ) -> Quadratic:
+        """Random clients; the eigenvalues of every `A_i` lie in `curvature`, `alike` makes them equal."""
+        keys = jr.split(key, 8)
+        count = 1 if alike else clients
+
+        def normal(which: int, *shape: int) -> jax.Array:
+            return jr.normal(keys[which], (count, *shape))
+
+        parts = (
+            _positive(keys[0], count, dy, *curvature),
+            normal(1, dy, dx) / dx**0.5,
+            normal(2, dy),
+            normal(3, dy),
+            _positive(keys[4], count, dy, 0.5, 1.5),
+            coupling * normal(5, dx, dy) / dy**0.5,
+            normal(6, dx),
+            jr.uniform(keys[7], (count,), minval=0.5, maxval=1.5),
+        )
+        return cls(*(jnp.broadcast_to(p, (clients, *p.shape[1:])) for p in parts))
+
+    # ------------------------------------------------------ as a federation
+
+    @property
+    def n(self) -> int:
+        """How many clients there are."""
+        return self.b.shape[0]
+
+    def problem(self, **options: Any) -> Problem:
+        """The bilevel problem, started at `x = 1`, `y = 0`; its metric `error` is `‖x − x*‖`."""
+        x0, y0 = jnp.ones(self.e.shape[1]), jnp.zeros(self.b.shape[1])
+        metrics = {"error": DistanceTo(self.solution())}
+        return Problem(upper_objective, lower_objective, x0, y0, **{"metrics": metrics} | options)
+
+    def clients(
+        self, samples: int = 1, noise: float = 0.0, key: jax.Array | None = None, **options: Any
+    ) -> Clients:
+        """The clients' data: `samples` perturbed copies each, whose mean is exactly the client's own.
+
+        Args:
+            samples: how many.
+            noise: standard deviation of the perturbations of `b`, `c`, `e`.
+            key: draws them.
+            **options: as for `Clients` (`batch_size`, `weights`).
+        """
+        lower = {"A": self.A, "B": self.B, "b": self.b}
+        upper = {"D": self.D, "E": self.E, "c": self.c, "e": self.e, "rho": self.rho}
+        spread = {"b": 0, "c": 1, "e": 2}
+        keys = jr.split(jr.key(0) if key is None else key, len(spread))
+
+        def copies(name: str, rows: jax.Array) -> jax.Array:
+            stacked = jnp.repeat(rows[:, None], samples, axis=1)
+            if name not in spread:
+                return stacked
+            draws = noise * jr.normal(keys[spread[name]], stacked.shape)
+            return stacked + draws - jnp.mean(draws, axis=1, keepdims=True)
+
+        parts = ({name: copies(name, rows) for name, rows in part.items()} for part in (lower, upper))
+        return Clients(*parts, **options)
+
+    # ---------------------------------------------------------- closed forms
+
+    def lower_solution(self, x: jax.Array) -> jax.Array:
+        """`y*(x)`, the minimiser of `mean g_i(x, ·)`."""
+        return jnp.linalg.solve(self.A.mean(0), self.B.mean(0) @ x + self.b.mean(0))
+
+    def adjoint_at(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """`u = Ā⁻¹ mean ∇_y f_i(x, y)`; at `y*(x)` it is `u*(x)`."""
+        return jnp.linalg.solve(self.A.mean(0), self.upper_slope(x, y))
+
+    def upper_slope(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """`mean ∇_y f_i(x, y)`."""
+        gap = jnp.einsum("nij,nj->i", self.D, y - self.c) / self.n
+        return gap + self.E.mean(0).T @ x
+
+    def hypergradient_at(self, x: jax.Array, y: jax.Array, u: jax.Array) -> jax.Array:
+        """`mean (∇_x f_i(x, y) − J_i u)`, for any y and u."""
+        direct = jnp.mean(self.rho[:, None] * (x - self.e), axis=0) + self.E.mean(0) @ y
+        return direct + self.B.mean(0).T @ u
+
+    def hypergradient(self, x: jax.Array) -> jax.Array:
+        """`∇h(x)`, the gradient of `mean f_i(x, y*(x))`."""
+        y = self.lower_solution(x)
+        return self.hypergradient_at(x, y, self.adjoint_at(x, y))
+
+    def solution(self) -> jax.Array:
+        """`x*`: `∇h` is affine, so one linear solve finds its zero."""
+        return _zero(self.hypergradient, jnp.zeros(self.e.shape[1]))
+
+    def only(self, client: int) -> Quadratic:
+        """The problem of one client alone."""
+        return jax.tree.map(lambda leaf: leaf[client : client + 1], self)
+
+    # ------------------------------------------- local lower level: one y a client
+
+    def own_lower_solutions(self, x: jax.Array) -> jax.Array:
+        """`y_i*(x) = A_i⁻¹(B_i x + b_i)`, one row a client."""
+        return jax.vmap(jnp.linalg.solve)(self.A, self.B @ x + self.b)
+
+    def own_hypergradient(self, x: jax.Array) -> jax.Array:
+        """The mean of the clients' own hypergradients: right for a local lower level only."""
+        own = [self.only(client).hypergradient(x) for client in range(self.n)]
+        return jnp.mean(jnp.stack(own), axis=0)
+
+    def own_solution(self) -> jax.Array:
+        """The x at which `own_hypergradient` is zero."""
+        return _zero(self.own_hypergradient, jnp.zeros(self.e.shape[1]))
+
+
+# ------------------------------------------------------------------- minimax
+
+
+def saddle_objective(x: jax.Array, y: jax.Array, samples: PyTree) -> jax.Array:
+    """`f = −[½‖y‖² − bᵀy + yᵀAx] + (λ/2)‖x‖²`, the mean over the samples."""
+    inner = jnp.sum(y**2) / 2 - samples["b"] @ y + jnp.einsum("i,sij,j->s", y, samples["A"], x)
+    return jnp.mean(-inner + samples["penalty"] / 2 * jnp.sum(x**2))
+
+
+class Saddle(eqx.Module):
+    """Heterogeneous saddle-point problem: `f_i = −[½‖y‖² − b_iᵀy + yᵀA_i x] + (λ/2)‖x‖²`.
+
+    `x* = (λI + ĀᵀĀ)⁻¹Āᵀb̄`, `y* = b̄ − Āx*`; zero when the `b_i` are centred.
+    """
+
+    A: jax.Array
+    b: jax.Array
+    penalty: jax.Array
+
+    @classmethod
+    def random(
+        cls, key: jax.Array, clients: int, d: int, *, spread: float = 1.0, centred: bool = True, penalty: float = 10.0
+    ) -> Saddle:
+        """The FedNest paper's experiment: `A_i = t_i I`, `t_i ~ U(0, 0.1)`, `b_i ~ N(0, spread²)`."""
+        k_scale, k_shift = jr.split(key)
+        scales = jr.uniform(k_scale, (clients, 1, 1), maxval=0.1)
+        b = spread * jr.normal(k_shift, (clients, d))
+        return cls(scales * jnp.eye(d), b - b.mean(0) if centred else b, jnp.full(clients, penalty))
+
+    def problem(self, **options: Any) -> Problem:
+        """The minimax problem, started at one; its metric `error` is `‖x − x*‖`."""
+        d = self.b.shape[1]
+        metrics = {"error": DistanceTo(self.solution()[0])}
+        return minimax(saddle_objective, jnp.ones(self.A.shape[2]), jnp.ones(d), **{"metrics": metrics} | options)
+
+    def clients(self, **options: Any) -> Clients:
+        """The clients' data, one sample each."""
+        return Clients({name: leaf[:, None] for name, leaf in _fields(self).items()}, **options)
+
+    def solution(self) -> tuple[jax.Array, jax.Array]:
+        """The saddle point `(x*, y*)`."""
+        A, b = self.A.mean(0), self.b.mean(0)
+        x = jnp.linalg.solve(self.penalty.mean() * jnp.eye(A.shape[1]) + A.T @ A, A.T @ b)
+        return x, b - A @ x
+
+
+# ------------------------------------------------------------- compositional
+
+
+def inner_map(x: jax.Array, samples: PyTree) -> jax.Array:
+    """`r(x) = Rx + s`, the mean over the samples."""
+    return jnp.mean(samples["R"] @ x + samples["s"], axis=0)
+
+
+def outer_distance(y: jax.Array, samples: PyTree) -> jax.Array:
+    """`½‖y − t‖²`, the mean over the samples."""
+    return jnp.mean(jnp.sum((y - samples["t"]) ** 2, axis=-1)) / 2
+
+
+class Composition(eqx.Module):
+    """Compositional least squares: `r_i = R_i x + s_i`, `f_i(y) = ½‖y − t_i‖²`.
+
+    `x* = (R̄ᵀR̄)⁻¹R̄ᵀ(t̄ − s̄)`, `y* = R̄x* + s̄`.
+    """
+
+    R: jax.Array
+    s: jax.Array
+    t: jax.Array
+
+    @classmethod
+    def random(cls, key: jax.Array, clients: int, dx: int, dy: int) -> Composition:
+        """Random clients; `dy` at least `dx`, or the solution is not unique."""
+        k_map, k_shift, k_target = jr.split(key, 3)
+        R = jnp.eye(dy, dx) + 0.3 * jr.normal(k_map, (clients, dy, dx))
+        return cls(R, jr.normal(k_shift, (clients, dy)), jr.normal(k_target, (clients, dy)))
+
+    def problem(self, **options: Any) -> Problem:
+        """The compositional problem, started at `x = 1`, `y = 0`; its metric `error` is `‖x − x*‖`."""
+        x0, y0 = jnp.ones(self.R.shape[2]), jnp.zeros(self.s.shape[1])
+        metrics = {"error": DistanceTo(self.solution())}
+        return compositional(outer_distance, inner_map, x0, y0, **{"metrics": metrics} | options)
+
+    def clients(self, **options: Any) -> Clients:
+        """The clients' data, one sample each."""
+        rows = {name: leaf[:, None] for name, leaf in _fields(self).items()}
+        return Clients({"R": rows["R"], "s": rows["s"]}, {"t": rows["t"]}, **options)
+
+    def solution(self) -> jax.Array:
+        """`x*`."""
+        R = self.R.mean(0)
+        return jnp.linalg.solve(R.T @ R, R.T @ (self.t.mean(0) - self.s.mean(0)))
+
+
+# --------------------------------------------------------------------- parts
+
+
+class DistanceTo(eqx.Module):
+    """The metric `‖x − target‖`."""
+
+    target: jax.Array
+
+    def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.linalg.norm(x - self.target)
+
+
+def _positive(key: jax.Array, count: int, d: int, low: float, high: float) -> jax.Array:
+    """Symmetric matrices with eigenvalues spread over `[low, high]`, both ends included."""
+    turns, _ = jnp.linalg.qr(jr.normal(key, (count, d, d)))
+    return jnp.einsum("nij,j,nkj->nik", turns, jnp.linspace(low, high, d), turns)
+
+
+def _zero(affine: Any, like: jax.Array) -> jax.Array:
+    """The zero of an affine map."""
+    return jnp.linalg.solve(jax.jacobian(affine)(like), -affine(like))
+
+
+def _fields(module: eqx.Module) -> dict[str, jax.Array]:
+    return {name: getattr(module, name) for name in module.__dataclass_fields__}
