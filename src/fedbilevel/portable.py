@@ -26,9 +26,9 @@ class PortableError(TypeError):
     """An object cannot be written so that another process, or another day, could read it."""
 
 
-def pack(thing: Any) -> tuple[Json, list[Array]]:
-    """The JSON structure of an object and the arrays that it refers to."""
-    arrays: list[Array] = []
+def pack(thing: Any, arrays: list[Array] | None = None) -> tuple[Json, list[Array]]:
+    """The JSON structure of an object and the arrays that it refers to (appended, if a list is given)."""
+    arrays = [] if arrays is None else arrays
     return _pack(thing, arrays), arrays
 
 
@@ -40,7 +40,7 @@ def unpack(structure: Json, arrays: Sequence[Any], find: Callable[[str], Any]) -
         return structure
     if len(structure) != 1:
         raise PortableError(f"not a packed object: {sorted(structure)}")
-    (tag, content), = structure.items()
+    ((tag, content),) = structure.items()
     reader = _READERS.get(tag)
     if reader is None:
         raise PortableError(f"not a packed object: unknown tag {tag!r}")
@@ -57,7 +57,9 @@ def loaded(name: str) -> Any:
     """The class or function of that name, if its module is imported already: for files."""
     module, _, path = name.partition(":")
     if module not in sys.modules:
-        raise PortableError(f"this needs {path} of the module {module}: import that module first, then load again")
+        raise PortableError(
+            f"this needs {path} of the module {module}: import that module first, then load again"
+        )
     return _walk(sys.modules[module], path, name)
 
 
@@ -116,8 +118,10 @@ def _read_object(content: Any, arrays: Sequence[Any], find: Callable[[str], Any]
     cls = find(name)
     known = {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
     if not isinstance(cls, type) or set(fields) != known:
-        raise PortableError(f"{name} is no dataclass with the fields {sorted(fields)}; was it written by another version?")
-    thing = object.__new__(cls)
+        raise PortableError(
+            f"{name} is no dataclass with the fields {sorted(fields)}; was it written by another version?"
+        )
+    thing: Any = object.__new__(cls)
     for field, value in fields.items():
         object.__setattr__(thing, field, unpack(value, arrays, find))
     return thing
@@ -126,7 +130,9 @@ def _read_object(content: Any, arrays: Sequence[Any], find: Callable[[str], Any]
 def _read_named(content: Any, arrays: Sequence[Any], find: Callable[[str], Any]) -> Any:
     name, items = content
     cls = find(name)
-    if not (isinstance(cls, type) and issubclass(cls, tuple) and len(getattr(cls, "_fields", ())) == len(items)):
+    if not (
+        isinstance(cls, type) and issubclass(cls, tuple) and len(getattr(cls, "_fields", ())) == len(items)
+    ):
         raise PortableError(f"{name} is no named tuple of {len(items)} items")
     return tuple.__new__(cls, [unpack(item, arrays, find) for item in items])
 

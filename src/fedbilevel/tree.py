@@ -29,9 +29,7 @@ def scale(factor: Any, a: PyTree) -> PyTree:
 
 def step(a: PyTree, factor: Any, direction: PyTree) -> PyTree:
     """`a − factor · direction`: one descent step; the leaves of `a` keep their dtype."""
-    return jax.tree.map(
-        lambda leaf, d: leaf - jnp.asarray(factor, jnp.result_type(leaf)) * d, a, direction
-    )
+    return jax.tree.map(lambda leaf, d: leaf - jnp.asarray(factor, jnp.result_type(leaf)) * d, a, direction)
 
 
 def dot(a: PyTree, b: PyTree) -> jax.Array:
@@ -64,8 +62,8 @@ def all_finite(a: PyTree) -> jax.Array:
 
 def nbytes(a: PyTree) -> int:
     """Bytes that the leaves take on a wire: known from shapes and dtypes alone."""
-    leaves = jax.tree.leaves(jax.eval_shape(lambda: a))
-    return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+    leaves = jax.tree.leaves(a)
+    return sum(int(np.prod(jnp.shape(leaf))) * jnp.result_type(leaf).itemsize for leaf in leaves)
 
 
 def size(a: PyTree) -> int:

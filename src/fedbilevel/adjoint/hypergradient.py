@@ -34,7 +34,8 @@ def own_hypergradient(
         adjoint: how to solve for u.
         x, y: where.
         xi: the batch of the upper-level derivatives.
-        key: draws the lower-level batches (a fresh one for every product, unless the adjoint needs one operator).
+        key: draws the lower-level batches: a fresh one for every product, unless the adjoint needs one
+            operator.
         series_key: draws the number of terms of a sampled series.
     """
     if adjoint is None:

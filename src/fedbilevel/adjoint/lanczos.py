@@ -32,7 +32,9 @@ class Spectrum(NamedTuple):
     high_error: float
 
 
-def lanczos(product: Product, start: PyTree, memo: PyTree, iterations: int, loop: Loop) -> tuple[Tridiagonal, PyTree]:
+def lanczos(
+    product: Product, start: PyTree, memo: PyTree, iterations: int, loop: Loop
+) -> tuple[Tridiagonal, PyTree]:
     """`iterations` products from the direction `start`."""
     first = scale(1 / norm(start), start)
     rows = jax.tree.map(lambda leaf: jnp.zeros((iterations, *leaf.shape), leaf.dtype), first)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fedbilevel.adjoint.base import Adjoint, Loop, Product, Solved, damped
+from fedbilevel.draw import below
 from fedbilevel.tree import PyTree, add, norm, scale, step
 
 
@@ -44,7 +45,7 @@ class Neumann(Adjoint):
 
     def solve(self, product: Product, b: PyTree, memo: PyTree, key: jax.Array, loop: Loop) -> Solved:
         bound, apply = self.smoothness + self.damping, damped(product, self.damping)
-        times = jax.random.randint(key, (), 0, self.terms) if self.sampled else self.terms - 1
+        times = below(key, (), self.terms) if self.sampled else self.terms - 1
 
         def advance(index: Any, carry: Any) -> Any:
             term, total, memo, growth = carry

@@ -93,7 +93,9 @@ class FedNest(TwoVariables):
             if getattr(self, name) not in options:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(options)}")
         if not self.alternate and (self.inner, self.outer) != ("sgd", "local"):
-            raise ValueError('alternate=False needs inner="sgd" and outer="local": nothing is exchanged between')
+            raise ValueError(
+                'alternate=False needs inner="sgd" and outer="local": nothing is exchanged between'
+            )
 
     # ---------------------------------------------------------------- a step
 
@@ -143,7 +145,9 @@ class FedNest(TwoVariables):
     ) -> tuple[PyTree, Point, Info]:
         """`h = mean (∇_x f_i − J_i u)`, u by FedIHGP: an estimate of `∇h(x)` if y is `y*(x)`."""
         k_adjoint, k_assemble = jr.split(key)
-        adjoint, u, info = self.adjoint(fed.problem.structure), [], {}
+        adjoint = self.adjoint(fed.problem.structure)
+        u: list[PyTree] = []
+        info: Info = {}
         if adjoint is not None:
             solved, point, info = global_adjoint(
                 fed, adjoint, cohort, self.cohort, point, k_adjoint, residual=self.residual

@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from fedbilevel.draw import below
 from fedbilevel.fed.loop import repeat
 from fedbilevel.tree import PyTree
 
@@ -65,7 +66,7 @@ class Samples(eqx.Module):
         size, places = self.size[client], jnp.arange(self.width)
         if self.width == self.longest:
             return self._pick(client, places, size)
-        drawn = jax.random.randint(key, (self.width,), 0, size)
+        drawn = below(key, (self.width,), size)
         if self.smallest >= self.width:
             return Batch(self._rows(client, drawn), count=self.width)
         whole = size <= self.width

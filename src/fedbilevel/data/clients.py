@@ -108,7 +108,7 @@ def _collect(source: PyTree, batch_size: int | None, level: str) -> Samples:
 def _from_list(trees: list[PyTree], batch_size: int | None, level: str) -> Samples:
     if not trees:
         raise DataError(f"the list of {level}-level data is empty; there must be at least one client")
-    first = jax.tree.structure(trees[0])
+    first: Any = jax.tree.structure(trees[0])
     for client, tree in enumerate(trees):
         if jax.tree.structure(tree) != first:
             raise DataError(
@@ -179,7 +179,12 @@ def _weights(weights: Any, sizes: jax.Array) -> Any:
             raise DataError(f'weights is "{weights}"; it must be "uniform", "size" or a vector')
         return options[weights]
     vector = np.asarray(weights, float)
-    if vector.shape != sizes.shape or not np.all(np.isfinite(vector)) or np.any(vector < 0) or not vector.any():
+    if (
+        vector.shape != sizes.shape
+        or not np.all(np.isfinite(vector))
+        or np.any(vector < 0)
+        or not vector.any()
+    ):
         raise DataError(
             f"weights must be one finite non-negative number for each of the {len(sizes)} clients, "
             f"not all zero; got shape {vector.shape}"

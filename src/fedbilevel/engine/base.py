@@ -30,15 +30,15 @@ class Block(NamedTuple):
 
     Attributes:
         state: after the last step that gave a finite state.
-        done: how many steps did.
+        done: how many steps did (an integer).
         finite: whether all of them did; if not, the step behind `done` broke and ended the block.
         info: scalars of each step, `(capacity, ...)`, valid up to `done`.
         counts: what each step spent, `(capacity,)`, zero where none was made.
     """
 
     state: PyTree
-    done: int
-    finite: bool
+    done: Any
+    finite: Any
     info: dict[str, Any]
     counts: Counts
 

@@ -10,14 +10,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection, Listener, wait
+from multiprocessing.connection import Listener, wait
 from typing import Any
 
 import jax
 
 from fedbilevel.data.clients import Clients
 from fedbilevel.engine.base import Engine, Session, Stepper
-from fedbilevel.engine.remote import RemoteFederation, RemoteSession, agree
+from fedbilevel.engine.remote import RemoteFederation
+from fedbilevel.engine.session import RemoteSession, agree
 from fedbilevel.engine.wire import encode
 from fedbilevel.portable import name_of, pack
 from fedbilevel.problem.base import Problem
@@ -95,7 +96,7 @@ class Pool:
         self.secret = secrets.token_bytes(32)
         self.listener = Listener(authkey=self.secret)
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.connections: list[Connection[Any, Any] | None] = []
+        self.connections: list[Any] = []
 
     @property
     def alive(self) -> set[int]:

@@ -157,7 +157,7 @@ class SimulatedCohort(Cohort):
     def _push(self, value: At, weights: jax.Array) -> tuple[PyTree, int]:
         rows, _ = self._gather(value)
         mixed = jax.tree.map(lambda leaf: jnp.tensordot(weights.astype(leaf.dtype), leaf, axes=1), rows)
-        return mixed, nbytes(jax.eval_shape(lambda: row(rows, 0)))
+        return mixed, nbytes(row(rows, 0))
 
     def _rows(self, value: At) -> PyTree:
         if value.stacked:
@@ -170,7 +170,8 @@ class SimulatedSession(Session):
 
     def __init__(self, federation: SimulatedFederation, stepper: Stepper) -> None:
         # Step sizes as arrays are arguments of the compiled program: another value needs no compilation.
-        self.federation, self.stepper = federation, jax.tree.map(_array_if_number, stepper)
+        self.federation: SimulatedFederation = federation
+        self.stepper = jax.tree.map(_array_if_number, stepper)
 
     def init(self, key: jax.Array) -> tuple[PyTree, Counts]:
         state, counts = _begin(self.federation, self.stepper, key)
@@ -219,11 +220,19 @@ def simulate(
     def advance(carry: Any) -> Any:
         index, state, _, *records = carry
         state, *new, finite = staged(first + index, state)
-        records = [jax.tree.map(lambda log, value: log.at[index].set(value), *pair)
-                   for pair in zip(records, new, strict=True)]
+        records = [
+            jax.tree.map(lambda log, value: log.at[index].set(value), *pair)
+            for pair in zip(records, new, strict=True)
+        ]
         return index + 1, state, finite, *records
 
-    start = (jnp.zeros((), jnp.int32), state, jnp.asarray(True), zeros(info, capacity), zeros(counts, capacity))
+    start = (
+        jnp.zeros((), jnp.int32),
+        state,
+        jnp.asarray(True),
+        zeros(info, capacity),
+        zeros(counts, capacity),
+    )
     done, state, finite, info, counts = jax.lax.while_loop(lambda c: (c[0] < steps) & c[2], advance, start)
     return Block(state, done, finite, info, counts)
 

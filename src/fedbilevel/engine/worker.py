@@ -71,10 +71,10 @@ class Worker:
         treedef = jax.tree.structure(self.programs[index])
 
         @jax.jit
-        def run(clients: Any, leaves: Any, key: Any, *values: Any) -> tuple[PyTree, Counts]:
-            own_key = jax.random.fold_in(jax.random.wrap_key_data(key), self.id)
+        def run(clients: Any, id: Any, leaves: Any, key: Any, *values: Any) -> tuple[PyTree, Counts]:
+            own_key = jax.random.fold_in(jax.random.wrap_key_data(key), id)
             with metering() as meter:
-                me = Client(self.problem, clients, 0, self.id, own_key)
+                me = Client(self.problem, clients, 0, id, own_key)
                 out = jax.tree.unflatten(treedef, leaves)(me, *values)
             return jax.tree.map(jnp.asarray, out), as_arrays(meter.counts)
 
@@ -85,7 +85,7 @@ class Worker:
     def _obey(self, command: Json, arrays: list[Array], reply: list[Array]) -> Json | None:
         verb, *rest = command
         if verb == "get":
-            return self._get(*rest, reply)
+            return self._get(rest[0], reply)
         getattr(self, f"_{verb}")(*rest, arrays=arrays)
         return None
 
@@ -100,7 +100,9 @@ class Worker:
         for ref in refs:
             self.store.pop(ref, None)
 
-    def _run(self, ref: int, index: int, leaves: list[int], key: int, values: list[Json], arrays: list[Array]) -> None:
+    def _run(
+        self, ref: int, index: int, leaves: list[int], key: int, values: list[Json], arrays: list[Array]
+    ) -> None:
         found = [self._find(value) for value in values]
         broken = next((value for value in found if isinstance(value, Broken)), None)
         if broken is not None:
@@ -108,7 +110,9 @@ class Worker:
             return
         try:
             settings = [jnp.asarray(arrays[leaf]) for leaf in leaves]
-            out, counts = self.compiled[index](self.clients, settings, jnp.asarray(arrays[key]), *found)
+            out, counts = self.compiled[index](
+                self.clients, self.id, settings, jnp.asarray(arrays[key]), *found
+            )
             self.store[ref] = jax.block_until_ready(out)
         except Exception as error:  # whatever the user's function raises is reported, not fatal
             name = type(self.programs[index]).__name__

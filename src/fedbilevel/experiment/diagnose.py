@@ -82,11 +82,13 @@ class Diagnosis:
             lines.append("g is not strongly convex in y here: without damping the adjoint has no meaning")
         if self.residual is not None:
             lines.append(
-                f"accurate adjoint: residual {self.residual:.2g}, hypergradient norm {self.hypergradient_norm:.4g}"
+                f"accurate adjoint: residual {self.residual:.2g}, "
+                f"hypergradient norm {self.hypergradient_norm:.4g}"
             )
         if self.estimator_error is not None:
             lines.append(
-                f"the given method's hypergradient: error {self.estimator_error:.2g}, bias {self.estimator_bias:.2g}"
+                f"the given method's hypergradient: error {self.estimator_error:.2g}, "
+                f"bias {self.estimator_bias:.2g}"
             )
         return "\n".join(lines)
 

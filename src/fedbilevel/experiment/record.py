@@ -80,7 +80,7 @@ class Result:
         """Write it to a file: a zip of one JSON text and `.npy` arrays. Atomic: all of it, or nothing."""
         structure, arrays = pack(self)
         header = json.dumps({"format": _FORMAT, "result": structure}, allow_nan=True)
-        contents = {f"array{i}": array for i, array in enumerate(arrays)}
+        contents: dict[str, Any] = {f"array{i}": array for i, array in enumerate(arrays)}
         target = pathlib.Path(path)
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=target.name, delete=False) as file:
             try:

@@ -128,9 +128,7 @@ class _Run:
     def go(self, steps: int, every: int, tick: Callable[[int], None]) -> None:
         last = self.step + steps
         while self.step < last and not (self.diverged or self.stopped):
-            block = self.session.advance(
-                self.state, self.key, self.step, min(every, last - self.step), every
-            )
+            block = self.session.advance(self.state, self.key, self.step, min(every, last - self.step), every)
             self._take(block)
             tick(block.done)
 
@@ -160,8 +158,16 @@ class _Run:
         x, y = self._solution()
         state = map_kept(lambda kept: Kept(self.session.federation.stacked(kept)), self.state)
         return Result(
-            x, y, History(tuple(self.rows)), self.ledger, self.diverged, self.step, self.seed, state,
-            tuple(self.session.failures), tuple(self.notes),
+            x,
+            y,
+            History(tuple(self.rows)),
+            self.ledger,
+            self.diverged,
+            self.step,
+            self.seed,
+            state,
+            tuple(self.session.failures),
+            tuple(self.notes),
         )
 
 
@@ -176,15 +182,15 @@ def _suspicions(info: dict[str, Any]) -> list[str]:
     growth = info.get("adjoint_growth", np.zeros(1))
     if np.any(growth > 1 + 1e-3):
         notes.append(
-            f"a term of the Neumann series grew (by {np.max(growth):.3g}): ‖I − H/ℓ‖ > 1, so the series cannot "
-            "converge. Raise `smoothness` above the largest eigenvalue of H, or add `damping` if H has negative "
-            'eigenvalues; `fedbilevel.diagnose` measures both, `smoothness="auto"` sets the first.'
+            f"a term of the Neumann series grew (by {np.max(growth):.3g}): ‖I − H/ℓ‖ > 1, so the series "
+            "cannot converge. Raise `smoothness` above the largest eigenvalue of H, or add `damping` if H "
+            'has negative eigenvalues; `fedbilevel.diagnose` measures both, `smoothness="auto"` the first.'
         )
     curvature = info.get("adjoint_curvature", np.ones(1))
     if np.any(curvature <= 0):
         notes.append(
-            f"conjugate gradients met negative curvature ({np.min(curvature):.3g}): g is not strongly convex in y "
-            "there. Add `damping` above the most negative eigenvalue; `fedbilevel.diagnose` measures it."
+            f"conjugate gradients met negative curvature ({np.min(curvature):.3g}): g is not strongly convex "
+            "in y there. Add `damping` above the most negative eigenvalue; `fedbilevel.diagnose` measures it."
         )
     return notes
 

@@ -182,8 +182,8 @@ def _average(rows: Any, weights: Any) -> jax.Array:
 
 
 def _row_bytes(stacked: PyTree) -> int:
-    spec = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, stacked))
-    return sum(int(np.prod(leaf.shape[1:])) * leaf.dtype.itemsize for leaf in jax.tree.leaves(spec))
+    leaves = jax.tree.leaves(stacked)
+    return sum(int(np.prod(jnp.shape(leaf)[1:])) * jnp.result_type(leaf).itemsize for leaf in leaves)
 
 
 def _check_server_value(tree: PyTree, verb: str) -> None:
@@ -193,5 +193,3 @@ def _check_server_value(tree: PyTree, verb: str) -> None:
             f"`{verb}` takes server values; this one lives on clients already. "
             "Use it in `run`, or bring it to the server with `mean` first."
         )
-
-

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fedbilevel.draw import below
 from fedbilevel.fed.cohort import Cohort
 from fedbilevel.fed.place import Kept, Published
 from fedbilevel.tree import PyTree
@@ -74,8 +75,8 @@ def choose(key: jax.Array, n: int, size: int) -> jax.Array:
     """
     if size * size > 64 * n:
         return jnp.sort(jax.random.permutation(key, n)[:size])
-    tops = jnp.arange(n - size, n)
-    draws = jax.random.randint(key, (size,), 0, tops + 1)
+    tops = jnp.arange(n - size, n, dtype=jnp.int32)
+    draws = below(key, (size,), tops + 1)
 
     def insert(index: jax.Array, chosen: jax.Array) -> jax.Array:
         taken = jnp.any(chosen == draws[index])

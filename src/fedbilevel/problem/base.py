@@ -76,8 +76,14 @@ class Problem(eqx.Module):
             ("upper", self.upper, clients.upper),
             ("lower", self.lower, clients.lower),
         ):
-            value = jax.eval_shape(lambda b, f=function: weighted(f)(self.x0, self.y0, b), samples.batch(0, key))
-            if not hasattr(value, "shape") or value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
+            value = jax.eval_shape(
+                lambda b, f=function: weighted(f)(self.x0, self.y0, b), samples.batch(0, key)
+            )
+            if (
+                not hasattr(value, "shape")
+                or value.shape != ()
+                or not jnp.issubdtype(value.dtype, jnp.floating)
+            ):
                 raise ProblemError(
                     f"the {name} objective must return one real number, the mean over the samples; "
                     f"it returned {value}. Did you forget `jnp.mean`?"

@@ -72,7 +72,7 @@ class Client:
     def f_x_and_y(self, x: PyTree, y: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
         """`(∇_x f_i, ∇_y f_i)` in one backward pass."""
         self._count(batch, "f_x", "f_y")
-        return jax.grad(lambda xy: objective(self.problem, "upper", *xy, batch))((x, y))
+        return jax.grad(lambda xy: objective(self.problem, "upper", xy[0], xy[1], batch))((x, y))
 
     def g(self, x: PyTree, y: PyTree, batch: Batch) -> jax.Array:
         """`g_i(x, y)`, a scalar."""
@@ -97,7 +97,7 @@ class Client:
     def g_xy_and_yy(self, x: PyTree, y: PyTree, v: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
         """`(J_i v, H_i v)` in one backward pass through the slope of g along v."""
         self._count(batch, "g_xy", "g_yy")
-        return jax.grad(lambda xy: self._slope(*xy, v, batch))((x, y))
+        return jax.grad(lambda xy: self._slope(xy[0], xy[1], v, batch))((x, y))
 
     def _g_y(self, x: PyTree, y: PyTree, batch: Batch) -> PyTree:
         return jax.grad(lambda y: objective(self.problem, "lower", x, y, batch))(y)
@@ -110,5 +110,3 @@ class Client:
         for kind in kinds:
             count(Entry("call", kind))
         count(SAMPLES, batch.count)
-
-

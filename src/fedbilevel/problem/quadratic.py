@@ -198,7 +198,14 @@ class Saddle(eqx.Module):
 
     @classmethod
     def random(
-        cls, key: jax.Array, clients: int, d: int, *, spread: float = 1.0, centred: bool = True, penalty: float = 10.0
+        cls,
+        key: jax.Array,
+        clients: int,
+        d: int,
+        *,
+        spread: float = 1.0,
+        centred: bool = True,
+        penalty: float = 10.0,
     ) -> Saddle:
         """The FedNest paper's experiment: `A_i = t_i I`, `t_i ~ U(0, 0.1)`, `b_i ~ N(0, spread²)`."""
         k_scale, k_shift = jr.split(key)
@@ -210,7 +217,9 @@ class Saddle(eqx.Module):
         """The minimax problem, started at one; its metric `error` is `‖x − x*‖`."""
         d = self.b.shape[1]
         metrics = {"error": DistanceTo(self.solution()[0])}
-        return minimax(saddle_objective, jnp.ones(self.A.shape[2]), jnp.ones(d), **{"metrics": metrics} | options)
+        return minimax(
+            saddle_objective, jnp.ones(self.A.shape[2]), jnp.ones(d), **{"metrics": metrics} | options
+        )
 
     def clients(self, **options: Any) -> Clients:
         """The clients' data, one sample each."""

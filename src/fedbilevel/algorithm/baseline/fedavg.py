@@ -67,7 +67,7 @@ class SaddleSteps(Program):
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
         def body(batch: Batch, factor: Any, xy: Any) -> Any:
-            f_x, f_y = me.f_x_and_y(*xy, batch)
+            f_x, f_y = me.f_x_and_y(xy[0], xy[1], batch)
             x = me.problem.constraint(step(xy[0], self.upper_lr * factor, f_x))
             return x, step(xy[1], -self.lower_lr * factor, f_y)
 

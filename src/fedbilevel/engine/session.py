@@ -1,0 +1,74 @@
+"""An algorithm over a wire: the server runs eagerly, the clients their compiled programs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedbilevel.engine.base import Block, Session, Stepper
+from fedbilevel.engine.programs import names
+from fedbilevel.engine.remote import RemoteFederation
+from fedbilevel.engine.reply import body_of
+from fedbilevel.fed.ledger import Counts, metering
+from fedbilevel.fed.place import map_kept
+from fedbilevel.tree import PyTree, all_finite
+
+
+class RemoteSession(Session):
+    """Steps of an algorithm on a remote federation."""
+
+    def __init__(self, federation: RemoteFederation, stepper: Stepper) -> None:
+        self.federation: RemoteFederation = federation
+        self.stepper = stepper
+
+    @property
+    def failures(self) -> list[str]:
+        return self.federation.failures
+
+    def init(self, key: jax.Array) -> tuple[PyTree, Counts]:
+        return self._metered(lambda: self.stepper.at(0).init(self.federation, key))
+
+    def advance(self, state: PyTree, key: jax.Array, first: int, steps: int, capacity: int) -> Block:
+        records: list[tuple[Any, Counts]] = []
+        for time in range(first, first + steps):
+            own = jax.random.fold_in(key, time)
+            step = functools.partial(self.stepper.at(time).step, self.federation, state, own)
+            (new, info), counts = self._metered(step)
+            records.append((info, counts))
+            if not bool(all_finite(map_kept(lambda _: (), new))):
+                return _block(state, len(records) - 1, False, records)
+            state = new
+        return _block(state, len(records), True, records)
+
+    def _metered(self, work: Callable[[], PyTree]) -> tuple[PyTree, Counts]:
+        with metering() as meter:
+            out = work()
+            self.federation.finish()
+        return out, meter.counts
+
+
+def agree(federation: RemoteFederation, configure: Callable[[int], bytes]) -> None:
+    """Configure every client and compare what it will run with what the server will ask for."""
+    messages = {i: configure(i) for i in sorted(federation.channel.alive)}
+    expected = names(federation.programs)
+    for client, message in federation.channel.exchange(messages, 1 << 24).items():
+        body, _ = body_of(message)
+        if "error" in body:
+            raise RuntimeError(f"client {client} could not be set up: {body['error']}")
+        if body["programs"] != expected:
+            raise RuntimeError(
+                f"client {client} has other programs than the server: {body['programs']} against "
+                f"{expected}; both need the same version of the algorithm"
+            )
+
+
+def _block(state: PyTree, done: int, finite: bool, records: list[tuple[Any, Counts]]) -> Block:
+    reported = records[0][0] if records else ()
+    info = {name: np.array([np.asarray(i[name]) for i, _ in records]) for name in reported}
+    entries = {entry for _, counts in records for entry in counts}
+    counts = {e: np.array([int(c.get(e, 0)) for _, c in records], np.int64) for e in sorted(entries)}
+    return Block(state, done, finite, info, counts)
