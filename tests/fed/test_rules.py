@@ -58,7 +58,7 @@ class InsideRawJax(Program):
 @pytest.fixture(scope="module")
 def fed() -> Any:
     problem = Problem(distance, distance, x0=0.0, y0=0.0)
-    return Simulator().federation(problem, Clients(lower=np.arange(6.0).reshape(3, 2)))
+    return Simulator().federation(problem, Clients(lower=jnp.arange(6.0).reshape(3, 2)))
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +85,9 @@ BINARY = [
 
 
 @pytest.mark.parametrize("operation", BINARY, ids=lambda operation: operation.__name__)
-@pytest.mark.parametrize("other", [2.0, np.ones(3), jnp.ones(3)], ids=["float", "numpy", "jax"])
-def test_arithmetic_on_a_client_value_is_refused(at: At, operation: Any, other: Any) -> None:
-    for left, right in ((at, other), (other, at), (at, at)):
+def test_arithmetic_on_a_client_value_is_refused(at: At, operation: Any) -> None:
+    others = (2.0, np.ones(3), jnp.ones(3), at)
+    for left, right in [(at, other) for other in others] + [(other, at) for other in others]:
         with pytest.raises(PlacementError, match=r"cohort\.run\(program.*cohort\.mean"):
             operation(left, right)
 
@@ -108,14 +108,10 @@ def test_reading_a_client_value_on_the_server_is_refused(at: At, use: Any) -> No
         use(at)
 
 
-@pytest.mark.parametrize(
-    "use",
-    [lambda at: tree.add(at, at), lambda at: tree.scale(0.5, at), tree.norm],
-    ids=["add", "scale", "norm"],
-)
-def test_tree_arithmetic_on_a_client_value_is_refused(at: At, use: Any) -> None:
-    with pytest.raises(PlacementError):
-        use(at)
+def test_tree_arithmetic_on_a_client_value_is_refused(at: At) -> None:
+    for use in (tree.norm, lambda at: tree.add(at, at), lambda at: tree.scale(0.5, at)):
+        with pytest.raises(PlacementError):
+            use(at)
 
 
 def test_a_client_value_is_not_unpacked_but_indexed(fed: Any) -> None:

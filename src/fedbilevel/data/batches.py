@@ -86,7 +86,7 @@ class Samples(eqx.Module):
         def visit(index: Any, carry: PyTree) -> PyTree:
             places = jax.lax.dynamic_slice(order, (index * self.width,), (self.width,))
             left = jnp.minimum(self.size[client] - index * self.width, self.width)
-            share = left / jnp.minimum(self.size[client], self.width)
+            share = jnp.asarray(left, float) / jnp.minimum(self.size[client], self.width)
             return body(self._pick(client, places, left, share), carry)
 
         return repeat(self.batches_in_pass(client), visit, carry)
@@ -102,7 +102,8 @@ class Samples(eqx.Module):
         samples = self._rows(client, jnp.minimum(places, self.size[client] - 1))
         if self.smallest == self.longest and self.longest % self.width == 0:
             return Batch(samples, count=self.width)
-        weight = (jnp.arange(self.width) < count) / count
+        # `float` is the widest real type in use; two int32 alone would give a float32.
+        weight = (jnp.arange(self.width) < count) / jnp.asarray(count, float)
         return Batch(samples, weight, count, share)
 
     def _rows(self, client: Any, places: jax.Array) -> PyTree:

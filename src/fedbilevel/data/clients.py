@@ -174,7 +174,7 @@ def _only(samples: Samples, client: int) -> Samples:
 
 def _weights(weights: Any, sizes: jax.Array) -> Any:
     if isinstance(weights, str):
-        options: Mapping[str, Any] = {"uniform": None, "size": sizes / jnp.mean(sizes)}
+        options: Mapping[str, Any] = {"uniform": None, "size": sizes / jnp.mean(sizes, dtype=float)}
         if weights not in options:
             raise DataError(f'weights is "{weights}"; it must be "uniform", "size" or a vector')
         return options[weights]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import secrets
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Listener, wait
+from multiprocessing import Pipe
+from multiprocessing.connection import wait
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 
 from fedbilevel.data.clients import Clients
 from fedbilevel.engine.base import Engine, Session, Stepper
@@ -27,7 +26,7 @@ from fedbilevel.problem.base import Problem
 class Process(Engine):
     """Runs every client in its own process, over a checked wire: the reference for real networks.
 
-    As a context manager it keeps its processes for several runs; else each run starts its own.
+    For POSIX systems. As a context manager it keeps its processes for several runs; else each run starts its own.
 
         with fb.Process() as engine:
             fb.solve(problem, clients, algorithm, steps=20, engine=engine)
@@ -82,7 +81,7 @@ class Process(Engine):
             "problem": self.factory or _without_metrics(problem),
             "algorithm": stepper.at(0),  # schedules stay with the server, which sends their values
             "n": clients.n,
-            "x64": bool(jax.config.read("jax_enable_x64")),
+            "x64": jnp.result_type(float) == jnp.float64,
         }
         pack(common)
         return lambda id: encode(*_configure(common | {"clients": clients.only(id), "id": id}))
@@ -93,8 +92,6 @@ class Pool:
 
     def __init__(self, worker: str, timeout: float) -> None:
         self.worker, self.timeout = worker, timeout
-        self.secret = secrets.token_bytes(32)
-        self.listener = Listener(authkey=self.secret)
         self.processes: list[subprocess.Popen[bytes]] = []
         self.connections: list[Any] = []
 
@@ -107,16 +104,13 @@ class Pool:
         for client in range(n, len(self.connections)):
             self.drop(client)
         del self.processes[n:], self.connections[n:]
-        missing = [i for i in range(n) if i >= len(self.connections) or self.connections[i] is None]
-        for client in missing:
-            started = self._start()
-            if client < len(self.processes):
-                self.processes[client] = started
-            else:
-                self.processes.append(started)
-                self.connections.append(None)
-        for client in missing:
-            self.connections[client] = self.listener.accept()
+        for client in range(n):
+            if client == len(self.processes):
+                process, connection = self._start()
+                self.processes.append(process)
+                self.connections.append(connection)
+            elif self.connections[client] is None:
+                self.processes[client], self.connections[client] = self._start()
 
     def exchange(self, messages: dict[int, bytes], limit: int) -> dict[int, bytes | Exception]:
         """Send each client its message and wait for all replies, at most `limit` bytes each."""
@@ -158,7 +152,6 @@ class Pool:
         """End all clients: they stop when the connection closes."""
         for client in range(len(self.connections)):
             self.drop(client)
-        self.listener.close()
 
     def _receive(self, client: int, connection: Any, limit: int) -> bytes | Exception:
         try:
@@ -166,15 +159,13 @@ class Pool:
         except (EOFError, OSError) as error:
             return self.drop(client, error)
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", self.worker], stdin=subprocess.PIPE, env=_environment()
-        )
-        start = {"address": self.listener.address, "secret": self.secret.hex(), "main": _main_script()}
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(start).encode() + b"\n")
-        process.stdin.close()
-        return process
+    def _start(self) -> tuple[subprocess.Popen[bytes], Any]:
+        """A new client: its end of a private pair of sockets is all that it gets."""
+        ours, theirs = Pipe()
+        with theirs:
+            command = [sys.executable, "-m", self.worker, str(theirs.fileno()), *_main_script()]
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=_environment())
+        return process, ours
 
 
 def _configure(content: dict[str, Any]) -> tuple[Any, list[Any]]:
@@ -197,8 +188,8 @@ def _environment() -> dict[str, str]:
     return dict(os.environ) | own | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
-def _main_script() -> str | None:
-    """The user's script: functions that it defines are named `__main__:...`."""
+def _main_script() -> list[str]:
+    """The user's script, if there is one: functions that it defines are named `__main__:...`."""
     main = sys.modules.get("__main__")
     path = getattr(main, "__file__", None)
-    return path if path and getattr(main, "__spec__", None) is None else None
+    return [path] if path and getattr(main, "__spec__", None) is None else []

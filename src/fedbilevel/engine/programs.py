@@ -32,7 +32,8 @@ def programs_of(problem: Problem, own: Clients, n: int, stepper: Stepper) -> lis
     def note(program: Program) -> None:
         found.setdefault(jax.tree.structure(program), program)
 
-    fed = SimulatedFederation(problem, _as_if(own, n), observe=note)
+    # One client at a time: no batching rule is asked for that a real client would not need.
+    fed = SimulatedFederation(problem, _as_if(own, n), chunk=1, observe=note)
 
     def walk(key: jax.Array) -> Any:
         with metering():

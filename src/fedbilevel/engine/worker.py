@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 import sys
 import types
 from collections.abc import Callable
-from multiprocessing.connection import Client as connect
+from multiprocessing.connection import Connection
 from typing import Any
 
 import jax
@@ -32,7 +31,8 @@ class Broken:
 class Worker:
     """One client: `answer(message) -> message`. The transport is somebody else's business."""
 
-    def __init__(self) -> None:
+    def __init__(self, script: str | None = None) -> None:
+        self.script = script
         self.store: dict[int, Any] = {}
         self.spent: dict[Entry, int] = {}
 
@@ -53,9 +53,17 @@ class Worker:
 
     def _try_to_configure(self, configuration: Json, arrays: list[Array]) -> Json:
         try:
-            return self._configure(**unpack(configuration, arrays, imported))
+            return self._configure(**unpack(configuration, arrays, self._named))
         except Exception as error:  # told to the server, which knows what to advise
-            return {"error": f"{type(error).__name__}: {str(error)[:500]}"}
+            return {"error": _short(error)}
+
+    def _named(self, name: str) -> Any:
+        """What a name stands for; names of the user's script need that script, run under another name."""
+        if name.startswith("__main__:") and self.script is not None:
+            module = types.ModuleType("__main__")
+            module.__dict__.update(runpy.run_path(self.script, run_name="__fedbilevel_client__"))
+            sys.modules["__main__"], self.script = module, None
+        return imported(name)
 
     def _configure(self, problem: Any, clients: Any, id: int, n: int, algorithm: Any, x64: bool) -> Json:
         jax.config.update("jax_enable_x64", x64)
@@ -90,7 +98,7 @@ class Worker:
         return None
 
     def _put(self, ref: int, structure: Json, arrays: list[Array]) -> None:
-        self.store[ref] = jax.tree.map(jnp.asarray, unpack(structure, arrays, imported))
+        self.store[ref] = jax.tree.map(jnp.asarray, unpack(structure, arrays, self._named))
 
     def _keep(self, ref: int, new: Json, old: Json, arrays: list[Array]) -> None:
         value = self._find(new)
@@ -116,7 +124,7 @@ class Worker:
             self.store[ref] = jax.block_until_ready(out)
         except Exception as error:  # whatever the user's function raises is reported, not fatal
             name = type(self.programs[index]).__name__
-            self.store[ref] = Broken(f"{name} raised {type(error).__name__}: {str(error)[:500]}")
+            self.store[ref] = Broken(f"{name} raised {_short(error)}")
             return
         for entry, times in counts.items():
             self.spent[entry] = self.spent.get(entry, 0) + int(times)
@@ -139,19 +147,24 @@ class Worker:
         return found
 
 
+def _short(error: Exception) -> str:
+    """Type and text of an error; of a long one the end, where the cause is."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: " + (text if len(text) <= 400 else f"... {text[-400:]}")
+
+
 def _on_device(leaf: Any) -> Any:
     return jnp.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
 
 
-def main() -> None:
-    """Serve one server over a local connection until it hangs up; standard input says where it is."""
-    start = json.loads(sys.stdin.readline())
-    if start["main"] is not None:  # the user's script, under another name so that it does not run again
-        module = types.ModuleType("__main__")
-        module.__dict__.update(runpy.run_path(start["main"], run_name="__fedbilevel_client__"))
-        sys.modules["__main__"] = module
-    worker = Worker()
-    with connect(start["address"], authkey=bytes.fromhex(start["secret"])) as server:
+def main(make: Callable[..., Worker] = Worker) -> None:
+    """Serve the server at the other end of an inherited socket until it hangs up.
+
+    The command line names the socket's descriptor and, if there is one, the user's script.
+    """
+    descriptor, *script = sys.argv[1:]
+    worker = make(script=script[0] if script else None)
+    with Connection(int(descriptor)) as server:
         try:
             while True:
                 server.send_bytes(worker.answer(server.recv_bytes()))

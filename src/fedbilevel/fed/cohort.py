@@ -177,8 +177,8 @@ class Cohort(abc.ABC):
 
 def _average(rows: Any, weights: Any) -> jax.Array:
     """`Σ w_i rows_i / Σ w_i`, in the dtype of the rows."""
-    shares = (weights / jnp.sum(weights)).astype(rows.dtype)
-    return jnp.tensordot(shares, rows, axes=1)
+    shares = jnp.asarray(weights, float) / jnp.sum(weights)
+    return jnp.tensordot(shares.astype(rows.dtype), rows, axes=1)
 
 
 def _row_bytes(stacked: PyTree) -> int:

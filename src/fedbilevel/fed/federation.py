@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,7 @@ class Federation(abc.ABC):
         """`for i in range(times): carry = body(i, carry)`; `times` may be random."""
 
 
+@functools.partial(jax.jit, static_argnames=("n", "size"))
 def choose(key: jax.Array, n: int, size: int) -> jax.Array:
     """`size` distinct ids below `n`, uniformly over the subsets, ascending.
 

@@ -37,14 +37,14 @@ class Given(Links):
     matrix: jax.Array
 
     def __init__(self, matrix: Any) -> None:
-        entries = np.asarray(matrix)
-        if entries.ndim != 2 or entries.shape[0] != entries.shape[1]:
-            raise ValueError(
-                f"links need a square matrix, one row and column a client; got shape {entries.shape}"
-            )
-        if not np.all(np.isfinite(entries)):
-            raise ValueError("links need finite weights; the matrix holds a NaN or an infinity")
         self.matrix = jnp.asarray(matrix)
+        if self.matrix.ndim != 2 or self.matrix.shape[0] != self.matrix.shape[1]:
+            raise ValueError(
+                f"links need a square matrix, one row and column a client; got shape {self.matrix.shape}"
+            )
+        computed = isinstance(self.matrix, jax.core.Tracer)  # inside a step: known at run time only
+        if not computed and not np.all(np.isfinite(np.asarray(self.matrix))):
+            raise ValueError("links need finite weights; the matrix holds a NaN or an infinity")
 
     def weights(self, key: jax.Array, n: int) -> jax.Array:
         if self.matrix.shape != (n, n):

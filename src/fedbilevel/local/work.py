@@ -39,7 +39,7 @@ class Work(eqx.Module):
         self, me: Client, key: jax.Array, body: Callable[[Batch, Any, PyTree], PyTree], carry: PyTree
     ) -> PyTree:
         """`carry = body(batch, factor, carry)` as often as the work asks; `factor` scales the step."""
-        scaling = 1 / self.total(me) if self.scaled else 1.0
+        scaling = 1 / jnp.asarray(self.total(me), float) if self.scaled else 1.0
 
         def on_batch(batch: Batch, carry: PyTree) -> PyTree:
             return body(batch, scaling * batch.share, carry)

@@ -1,0 +1,86 @@
+"""Every algorithm, with a problem that it can solve: what the conformance tests run on every engine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import fedbilevel as fb
+from conform.every_verb import EveryVerb
+
+CLIENTS = 3
+
+
+class Case(NamedTuple):
+    """A named experiment; `make(clients)` builds it, so that it can be made in either precision."""
+
+    make: Callable[[], tuple[fb.Problem, fb.Clients]]
+    algorithm: Callable[[], Any]
+
+
+@functools.cache
+def quadratic(x64: bool) -> fb.Quadratic:
+    return fb.Quadratic.random(jax.random.key(0), CLIENTS, 3, 4)
+
+
+def bilevel(**data: Any) -> tuple[fb.Problem, fb.Clients]:
+    known = quadratic(jnp.result_type(float) == jnp.float64)
+    return known.problem(), known.clients(**data)
+
+
+def bilevel_batches() -> tuple[fb.Problem, fb.Clients]:
+    """Clients of unequal size, minibatches, weights by size."""
+    known = quadratic(jnp.result_type(float) == jnp.float64)
+    full = known.clients(samples=5, noise=0.3)
+    rows = [range(start * 5, start * 5 + size) for start, size in enumerate((5, 3, 4))]
+    parts = [
+        fb.Clients.indexed(s.flat, rows, batch_size=2, weights="size").lower for s in (full.lower, full.upper)
+    ]
+    return known.problem(), fb.Clients(*parts, weights="size")
+
+
+def minimax() -> tuple[fb.Problem, fb.Clients]:
+    known = fb.Saddle.random(jax.random.key(1), CLIENTS, 3, centred=False)
+    return known.problem(), known.clients()
+
+
+def compositional() -> tuple[fb.Problem, fb.Clients]:
+    known = fb.Composition.random(jax.random.key(2), CLIENTS, 2, 3)
+    return known.problem(), known.clients()
+
+
+def distance(x: jax.Array, samples: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.sum((x - samples) ** 2 * jnp.arange(1.0, 4.0), axis=-1))
+
+
+def single_level() -> tuple[fb.Problem, fb.Clients]:
+    data = jax.random.normal(jax.random.key(3), (CLIENTS, 4, 3))
+    return fb.single_level(distance, jnp.ones(3)), fb.Clients(data)
+
+
+RATES: dict[str, Any] = {"upper_lr": 0.1, "lower_lr": 0.2}
+SERIES: dict[str, Any] = RATES | {"terms": 4, "smoothness": 4.0}
+
+CASES = {
+    "FedNest": Case(bilevel, lambda: fb.FedNest(**SERIES, lower_rounds=2, lower_steps=2, upper_steps=2)),
+    "FedNest-sum": Case(bilevel, lambda: fb.FedNest(**SERIES, series="sum")),
+    "FedNest-cg": Case(bilevel, lambda: fb.FedNest(**RATES, terms=4, series="cg", residual=True)),
+    "FedNest-cohorts": Case(
+        bilevel_batches,
+        lambda: fb.FedNest(**SERIES, cohort=2, lower_epochs=1, upper_steps=(1, 2, 3), scale_by_steps=True),
+    ),
+    "FedNestSGD": Case(bilevel, lambda: fb.FedNestSGD(**SERIES, lower_steps=2)),
+    "LFedNest": Case(bilevel, lambda: fb.LFedNest(**SERIES, lower_steps=2, upper_steps=2)),
+    "LFedNestSVRG": Case(bilevel, lambda: fb.LFedNestSVRG(**SERIES, lower_steps=2)),
+    "LFedNestNonAlt": Case(bilevel, lambda: fb.LFedNestNonAlt(**SERIES, lower_steps=2, lower_rounds=2)),
+    "minimax": Case(minimax, lambda: fb.FedNest(**RATES, lower_steps=2)),
+    "compositional": Case(compositional, lambda: fb.FedNest(**RATES, lower_steps=2)),
+    "single-level": Case(single_level, lambda: fb.FedNest(**RATES, upper_steps=3)),
+    "FedAvg": Case(single_level, lambda: fb.FedAvg(0.05, steps=3)),
+    "FedAvgS": Case(minimax, lambda: fb.FedAvgS(**RATES, steps=3)),
+    "every-verb": Case(bilevel, lambda: EveryVerb(0.1, cohort=2)),
+}

@@ -1,0 +1,69 @@
+"""Every algorithm on every engine: the same iterates and the same ledger."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from conform.cases import CASES
+
+STEPS = 20
+
+
+@functools.cache
+def simulated(name: str, x64: bool, dropout: float = 0.0) -> fb.Result:
+    with jax.enable_x64(x64):
+        return run(name, fb.Simulator(dropout=dropout))
+
+
+def run(name: str, engine: Any, seed: int = 7) -> fb.Result:
+    case = CASES[name]
+    problem, clients = case.make()
+    return fb.solve(problem, clients, case.algorithm(), STEPS, engine=engine, every=STEPS, seed=seed)
+
+
+def close(a: fb.Result, b: fb.Result, tolerance: float) -> None:
+    for p, q in zip(jax.tree.leaves((a.x, a.y)), jax.tree.leaves((b.x, b.y)), strict=True):
+        assert p.dtype == q.dtype
+        np.testing.assert_allclose(p, q, rtol=tolerance, atol=tolerance * float(np.abs(q).max(initial=0)))
+
+
+@pytest.mark.parametrize("x64", [False, True], ids=["float32", "float64"])
+@pytest.mark.parametrize("name", CASES)
+def test_process_equals_simulator(name: str, x64: bool, processes: fb.Process) -> None:
+    with jax.enable_x64(x64):
+        remote = run(name, processes)
+    local = simulated(name, x64)
+    close(remote, local, 1e-10 if x64 else 1e-5)
+    assert remote.ledger == local.ledger
+    assert [row.keys() for row in remote.history] == [row.keys() for row in local.history]
+    assert not remote.failures
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_seed_same_bits(name: str) -> None:
+    with jax.enable_x64(True):
+        again = run(name, "simulator")
+    first = simulated(name, True)
+    assert jax.tree.all(
+        jax.tree.map(lambda p, q: (np.asarray(p) == np.asarray(q)).all(), first.state, again.state)
+    )
+    assert again.history == first.history
+    assert again.ledger == first.ledger
+
+
+def test_engines_silence_the_same_clients(processes: fb.Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated failures are part of the semantics: they fall on the same clients everywhere."""
+    monkeypatch.setattr(processes, "dropout", 0.3)
+    with jax.enable_x64(True):
+        for name in ("FedNest-sum", "every-verb"):
+            remote = run(name, processes)
+            local = simulated(name, True, 0.3)
+            close(remote, local, 1e-10)
+            assert remote.ledger == local.ledger
+            assert local.ledger != simulated(name, True).ledger, "nobody was silenced"

@@ -1,0 +1,106 @@
+"""Many runs at little cost: `jax.vmap` over step sizes, and no compilation for what is only data."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+
+from fedbilevel import Clients, FedAvgS, FedNest, Ledger, Problem, Simulator, minimax, simulate, solve
+from fedbilevel.algorithm.base import Variables
+
+RATES = (0.05, 0.2)
+KEY = jr.key(4)
+STEPS = 2
+
+
+def upper(x: Any, y: Any, samples: Any) -> Any:
+    return jnp.mean(jnp.sum((y - samples) ** 2, axis=-1)) / 2 + jnp.sum(x**2) / 2
+
+
+def lower(x: Any, y: Any, samples: Any) -> Any:
+    return jnp.mean(jnp.sum((y - x - samples) ** 2, axis=-1))
+
+
+@pytest.fixture(scope="module")
+def fed() -> Any:
+    rows = jnp.asarray(np.random.default_rng(0).normal(size=(2, 1, 2)), jnp.float32)
+    return Simulator().federation(Problem(upper, lower, jnp.ones(2), jnp.zeros(2)), Clients(lower=rows))
+
+
+def method(upper_lr: Any) -> FedNest:
+    """FedNest with a random number of exchanges in every step."""
+    return FedNest(upper_lr, 0.1, smoothness=3.0, terms=3)
+
+
+def run(fed: Any, algorithm: Any) -> Any:
+    start = Variables(fed.problem.x0, fed.problem.y0)
+    return simulate(fed, algorithm, start, KEY, 0, STEPS, STEPS)
+
+
+def stacked(*algorithms: Any) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(leaf) for leaf in leaves]), *algorithms)
+
+
+def test_a_sweep_over_step_sizes_is_the_separate_runs(fed: Any) -> None:
+    alone = eqx.filter_jit(run)
+    # The axis of the rates is the only one that any of these gives the algorithm.
+    sweeps = {
+        "stack": stacked(*map(method, RATES)),
+        "vmap": jax.vmap(method)(jnp.array(RATES)),
+        "filter_vmap": eqx.filter_vmap(method)(jnp.array(RATES)),
+    }
+    together = eqx.filter_jit(jax.vmap(run, in_axes=(None, 0)))
+    filtered = eqx.filter_vmap(method)(jnp.array(RATES))
+    assert jax.tree.structure(filtered) == jax.tree.structure(sweeps["stack"])
+    sweeps["filter_vmap"] = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (2,)), filtered)
+    separate = [alone(fed, jax.tree.map(jnp.asarray, method(rate))) for rate in RATES]
+    for blocks in (together(fed, sweep) for sweep in sweeps.values()):
+        for index, block in enumerate(separate):
+            np.testing.assert_allclose(blocks.state.x[index], block.state.x, rtol=1e-5)
+            np.testing.assert_allclose(blocks.state.y[index], block.state.y, rtol=1e-5)
+            mine = {entry: times[index] for entry, times in blocks.counts.items()}
+            assert Ledger.from_counts(mine) == Ledger.from_counts(block.counts)
+            assert (int(blocks.done[index]), bool(blocks.finite[index])) == (STEPS, True)
+    assert not np.allclose(separate[0].state.x, separate[1].state.x, rtol=1e-3)
+
+
+# ------------------------------------------------------------------- no compilation
+
+
+class Traces:
+    """An objective that counts how often Python runs it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, x: Any, y: Any, samples: Any) -> Any:
+        self.count += 1
+        return jnp.sum(x**2) / 2 + jnp.mean(samples @ x) - jnp.sum(y**2) / 2 + jnp.sum(x * y)
+
+
+def test_other_numbers_need_no_new_trace() -> None:
+    objective = Traces()
+
+    def traces(upper_lr: float = 0.1, shift: float = 0.0, steps: int = 4, x0: float = 1.0, **options: Any) -> int:
+        """How often the objective was traced by a run, beside the check of its shape."""
+        problem = minimax(objective, jnp.full(2, x0), jnp.zeros(2))
+        clients = Clients(lower=jnp.full((2, 3, 2), shift))
+        before = objective.count
+        problem.check(clients)
+        for_the_check = objective.count - before
+        solve(problem, clients, FedAvgS(upper_lr, 0.1), steps, **{"every": 4} | options)
+        return objective.count - before - 2 * for_the_check
+
+    assert traces() > 0
+    assert traces() == 0
+    assert traces(upper_lr=0.05) == 0
+    assert traces(shift=1.0) == 0
+    assert traces(x0=2.0) == 0
+    assert traces(steps=2) == 0
+    assert traces(steps=11) == 0
+    assert traces(seed=5) == 0
+    assert traces(every=3) > 0, "another capacity is another program"
