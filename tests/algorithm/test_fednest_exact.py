@@ -369,7 +369,7 @@ def test_a_series_that_cannot_converge_is_reported(quadratic):
 
 def test_negative_curvature_is_reported_and_cured_by_damping(quadratic):
     eigenvalue = np.linalg.eigvalsh(quadratic.A.mean(0))
-    shift = np.mean(eigenvalue[:2])
+    shift = float(np.mean(eigenvalue[:2]))
     saddle = fb.Quadratic(quadratic.A - shift * np.eye(DY), *jax.tree.leaves(quadratic)[1:])
     with pytest.warns(AdjointWarning, match="negative curvature"):
         result = solve(saddle, fb.FedNest(0.0, 0.0, **CG))

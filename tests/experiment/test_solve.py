@@ -264,25 +264,22 @@ def test_what_the_method_reports_is_in_the_history_and_warned_about() -> None:
 
 
 def test_auto_smoothness_is_measured_and_billed() -> None:
-    eye = np.eye(2, dtype=np.float32)
-    lower = {"A": np.array([3 * eye, 5 * eye]), "B": np.array([eye, eye]), "b": np.zeros((2, 2), np.float32)}
-    upper = {
-        "D": lower["B"],
-        "E": lower["B"],
-        "c": lower["b"],
-        "e": lower["b"],
-        "rho": np.ones(2, np.float32),
-    }
-    data = [{name: jnp.asarray(rows)[:, None] for name, rows in part.items()} for part in (lower, upper)]
-    bilevel = Problem(upper_objective, lower_objective, jnp.ones(2), jnp.zeros(2))
-    spent = solve(bilevel, Clients(*data), FedNest(0.1, 0.1), 0).ledger
-    vector = 2 * 2 * 4
+    eye, mixed, zero = np.eye(3), np.ones((2, 3, 2)), np.zeros((2, 3))
+    lower = {"A": np.array([3 * eye, 5 * eye]), "B": mixed, "b": zero}
+    upper = {"D": lower["A"], "E": mixed.swapaxes(1, 2), "c": zero, "e": zero[:, :2], "rho": np.ones(2)}
+    rows = [
+        {name: jnp.asarray(row, jnp.float32)[:, None] for name, row in part.items()}
+        for part in (lower, upper)
+    ]
+    bilevel = Problem(upper_objective, lower_objective, jnp.ones(2), jnp.zeros(3))
+    spent = solve(bilevel, Clients(*rows), FedNest(0.1, 0.1), 0).ledger
+    vector = 2 * 3 * 4
     assert spent == Ledger(
-        rounds=2,
-        down={"x": vector, "y": vector, "u": 2 * vector},
-        up={"u": 2 * vector},
-        calls={"g_yy": 4},
-        samples=4,
+        rounds=3,
+        down={"x": 2 * 2 * 4, "y": vector, "u": 3 * vector},
+        up={"u": 3 * vector},
+        calls={"g_yy": 6},
+        samples=6,
     )
 
 

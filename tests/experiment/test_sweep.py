@@ -9,7 +9,18 @@ import jax.random as jr
 import numpy as np
 import pytest
 
-from fedbilevel import Clients, FedAvgS, FedNest, Ledger, Problem, Simulator, minimax, simulate, solve
+from fedbilevel import (
+    Clients,
+    FedAvgS,
+    FedNest,
+    FedNestSGD,
+    Ledger,
+    Problem,
+    Simulator,
+    minimax,
+    simulate,
+    solve,
+)
 from fedbilevel.algorithm.base import Variables
 
 RATES = (0.05, 0.2)
@@ -32,8 +43,8 @@ def fed() -> Any:
 
 
 def method(upper_lr: Any) -> FedNest:
-    """FedNest with a random number of exchanges in every step."""
-    return FedNest(upper_lr, 0.1, smoothness=3.0, terms=3)
+    """A method with a random number of exchanges in every step."""
+    return FedNestSGD(upper_lr, 0.1, smoothness=3.0, terms=3)
 
 
 def run(fed: Any, algorithm: Any) -> Any:
@@ -41,24 +52,17 @@ def run(fed: Any, algorithm: Any) -> Any:
     return simulate(fed, algorithm, start, KEY, 0, STEPS, STEPS)
 
 
-def stacked(*algorithms: Any) -> Any:
-    return jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(leaf) for leaf in leaves]), *algorithms)
-
-
 def test_a_sweep_over_step_sizes_is_the_separate_runs(fed: Any) -> None:
-    alone = eqx.filter_jit(run)
-    # The axis of the rates is the only one that any of these gives the algorithm.
-    sweeps = {
-        "stack": stacked(*map(method, RATES)),
-        "vmap": jax.vmap(method)(jnp.array(RATES)),
-        "filter_vmap": eqx.filter_vmap(method)(jnp.array(RATES)),
-    }
-    together = eqx.filter_jit(jax.vmap(run, in_axes=(None, 0)))
-    filtered = eqx.filter_vmap(method)(jnp.array(RATES))
-    assert jax.tree.structure(filtered) == jax.tree.structure(sweeps["stack"])
-    sweeps["filter_vmap"] = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (2,)), filtered)
-    separate = [alone(fed, jax.tree.map(jnp.asarray, method(rate))) for rate in RATES]
-    for blocks in (together(fed, sweep) for sweep in sweeps.values()):
+    algorithms, rates = [method(rate) for rate in RATES], jnp.array(RATES)
+    sweeps = [
+        jax.tree.map(lambda *leaves: jnp.stack([jnp.float32(leaf) for leaf in leaves]), *algorithms),
+        jax.vmap(method)(rates),
+        jax.tree.map(lambda leaf: jnp.broadcast_to(jnp.float32(leaf), 2), eqx.filter_vmap(method)(rates)),
+    ]
+    together, alone = eqx.filter_jit(jax.vmap(run, in_axes=(None, 0))), eqx.filter_jit(run)
+    separate = [alone(fed, jax.tree.map(jnp.float32, algorithm)) for algorithm in algorithms]
+    for sweep in sweeps:
+        blocks = together(fed, jax.tree.map(jnp.float32, sweep))
         for index, block in enumerate(separate):
             np.testing.assert_allclose(blocks.state.x[index], block.state.x, rtol=1e-5)
             np.testing.assert_allclose(blocks.state.y[index], block.state.y, rtol=1e-5)
@@ -82,25 +86,42 @@ class Traces:
         return jnp.sum(x**2) / 2 + jnp.mean(samples @ x) - jnp.sum(y**2) / 2 + jnp.sum(x * y)
 
 
+def traces_of(
+    objective: Traces,
+    *,
+    upper_lr: float = 0.1,
+    shift: float = 0.0,
+    steps: int = 4,
+    x0: Any = np.ones(2, np.float32),
+    **options: Any,
+) -> int:
+    """How often the objective was traced by a run, beside the check of its shape."""
+    problem = minimax(objective, x0, jnp.zeros(2))
+    clients = Clients(lower=jnp.full((2, 3, 2), shift, jnp.float32))
+    before = objective.count
+    problem.check(clients)
+    for_the_check = objective.count - before
+    solve(problem, clients, FedAvgS(upper_lr, 0.1), steps, **{"every": 4} | options)
+    return objective.count - before - 2 * for_the_check
+
+
 def test_other_numbers_need_no_new_trace() -> None:
     objective = Traces()
+    assert traces_of(objective) > 0
+    assert traces_of(objective) == 0
+    assert traces_of(objective, upper_lr=0.05) == 0
+    assert traces_of(objective, shift=1.0) == 0
+    assert traces_of(objective, x0=np.zeros(2, np.float32)) == 0
+    assert traces_of(objective, steps=2) == 0
+    assert traces_of(objective, steps=11) == 0
+    assert traces_of(objective, seed=5) == 0
+    assert traces_of(objective, every=3) > 0, "another capacity is another program"
 
-    def traces(upper_lr: float = 0.1, shift: float = 0.0, steps: int = 4, x0: float = 1.0, **options: Any) -> int:
-        """How often the objective was traced by a run, beside the check of its shape."""
-        problem = minimax(objective, jnp.full(2, x0), jnp.zeros(2))
-        clients = Clients(lower=jnp.full((2, 3, 2), shift))
-        before = objective.count
-        problem.check(clients)
-        for_the_check = objective.count - before
-        solve(problem, clients, FedAvgS(upper_lr, 0.1), steps, **{"every": 4} | options)
-        return objective.count - before - 2 * for_the_check
 
-    assert traces() > 0
-    assert traces() == 0
-    assert traces(upper_lr=0.05) == 0
-    assert traces(shift=1.0) == 0
-    assert traces(x0=2.0) == 0
-    assert traces(steps=2) == 0
-    assert traces(steps=11) == 0
-    assert traces(seed=5) == 0
-    assert traces(every=3) > 0, "another capacity is another program"
+def test_the_second_block_needs_no_new_trace_from_a_start_of_weak_type() -> None:
+    objective = Traces()
+    start = jnp.full(2, 1.0)
+    assert start.weak_type, "like that of a Python number"
+    first = traces_of(objective, x0=start, steps=4)
+    assert first > 0
+    assert traces_of(objective, x0=start, steps=8) == 0

@@ -7,7 +7,10 @@ import jax.random as jr
 import numpy as np
 from hypothesis import given, strategies as st
 
-from fedbilevel import FedNest, Ledger, Quadratic, Simulator
+from fedbilevel import Clients, Ledger, Problem, Simulator
+from fedbilevel.algorithm.base import TwoVariables, Variables
+from fedbilevel.draw import below
+from fedbilevel.fed import Program
 from fedbilevel.fed.ledger import ORACLES, Entry
 
 amounts = st.integers(0, 2**40)
@@ -71,18 +74,37 @@ def test_the_text_names_every_cost() -> None:
         assert part in text
 
 
+def distance(x: Any, y: Any, samples: Any) -> Any:
+    return jnp.mean((samples - y) ** 2) / 2
+
+
+class Slope(Program):
+    def __call__(self, me: Any, *values: Any) -> Any:
+        return me.g_y(0.0, values[0], me.batch("lower", me.key))
+
+
+class Wander(TwoVariables):
+    """A random number of exchanges a step, at least one."""
+
+    def step(self, fed: Any, state: Variables, key: Any) -> Any:
+        def exchange(i: Any, y: Any) -> Any:
+            cohort = fed.everyone
+            return y - 0.1 * cohort.mean(cohort.run(Slope(), cohort.send(y, "y"), key=key), "y")
+
+        return state._replace(y=fed.loop(1 + below(key, (), 9), exchange, state.y)), {}
+
+
 def test_two_steps_cost_what_each_of_them_costs() -> None:
-    quadratic = Quadratic.random(jr.key(0), clients=3, dx=2, dy=2)
-    algorithm = FedNest(0.1, 0.1, smoothness=5.0, terms=4, cohort=2)
+    problem = Problem(distance, distance, x0=np.zeros(1), y0=np.zeros(()))
     key = jr.key(1)
-    with Simulator().connect(quadratic.problem(), quadratic.clients(), algorithm) as session:
+    with Simulator().connect(problem, Clients(lower=jnp.ones((3, 2))), Wander()) as session:
         start, _ = session.init(key)
         both = session.advance(start, key, 0, 2, 2)
         first = session.advance(start, key, 0, 1, 2)
         second = session.advance(first.state, key, 1, 1, 2)
-    bills = [Ledger.from_counts(block.counts) for block in (both, first, second)]
-    assert bills[0] == bills[1] + bills[2]
-    assert bills[1].rounds > 0
-    np.testing.assert_array_equal(both.state.x, second.state.x)
-    per_step = jnp.asarray(both.counts[Entry("round")])
-    assert per_step.tolist() == [bills[1].rounds, bills[2].rounds]
+    whole, *parts = (Ledger.from_counts(block.counts) for block in (both, first, second))
+    assert whole == parts[0] + parts[1]
+    assert parts[0].rounds != parts[1].rounds, "choose a key for which the steps differ"
+    assert [part.up for part in parts] == [{"y": part.rounds * 3 * 4} for part in parts]
+    assert both.counts[Entry("round")].tolist() == [part.rounds for part in parts]
+    np.testing.assert_array_equal(both.state.y, second.state.y)

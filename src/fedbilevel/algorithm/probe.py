@@ -71,7 +71,7 @@ class SpreadProbe(TwoVariables):
             square, point = point.ask(
                 fed.everyone, SquaredDistance(program), "spread", k_batch, *vectors, centre
             )
-            spreads[name] = jnp.sqrt(square) / norm(centre)
+            spreads[name] = jnp.where(square == 0, 0, jnp.sqrt(square) / norm(centre))
         return state, spreads
 
 
