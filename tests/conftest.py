@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 # Clients' processes compile the same programs as each other: let them share what they compiled.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp(prefix="fedbilevel-tests-"))
@@ -12,9 +12,13 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jax
+import jaxtyping
 import pytest
 
-import fedbilevel as fb
+# Shapes and types of annotations are checked while the tests run, and only then.
+checked = [f"fedbilevel.{part}" for part in ("draw", "fed", "data", "problem", "adjoint", "local")]
+with jaxtyping.install_import_hook(checked, "beartype.beartype"):
+    import fedbilevel as fb
 
 
 @pytest.fixture
@@ -22,6 +26,17 @@ def float64() -> Iterator[None]:
     """The test computes in double precision."""
     with jax.enable_x64(True):
         yield
+
+
+_lowered: list[str] = []
+jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: _lowered.append(event))
+
+
+@pytest.fixture
+def compilations() -> Callable[[], int]:
+    """How many programs have been compiled since the test began."""
+    start = len(_lowered)
+    return lambda: sum("jaxpr_to_mlir" in event for event in _lowered[start:])
 
 
 @pytest.fixture(scope="session")

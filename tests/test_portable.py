@@ -158,7 +158,7 @@ def test_names_of_modules_that_are_not_imported_are_not_imported_by_a_file() -> 
 
 @pytest.mark.parametrize("find", [loaded, imported])
 def test_a_name_that_is_gone_is_reported(find: Any) -> None:
-    with pytest.raises(PortableError, match="no fedbilevel.tree:Gone: was it renamed or removed"):
+    with pytest.raises(PortableError, match=r"no fedbilevel\.tree:Gone: was it renamed or removed"):
         find("fedbilevel.tree:Gone")
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int32, Key
 
 
-def below(key: jax.Array, shape: tuple[int, ...], limit: Any) -> jax.Array:
+def below(key: Key[Array, ""], shape: tuple[int, ...], limit: Any) -> Int32[Array, ...]:
     """Integers uniform in `0 .. limit − 1`; int32, of the given shape (`limit` broadcasts).
 
     One 32-bit word each, reduced modulo `limit`: a probability is off by at most `limit/2³²` of

@@ -17,9 +17,10 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 Json: TypeAlias = Any
-Array: TypeAlias = "np.ndarray[Any, Any]"
+Array: TypeAlias = npt.NDArray[Any]
 
 
 class PortableError(TypeError):

@@ -8,12 +8,7 @@ import pytest
 from fedbilevel.adjoint.lanczos import Tridiagonal, lanczos, spectrum
 from fedbilevel.fed import repeat
 
-
-@pytest.fixture(autouse=True)
-def _float64():
-    with jax.enable_x64(True):
-        assert jnp.ones(()).dtype == jnp.float64
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def symmetric(eigenvalues, seed=0):

@@ -12,6 +12,8 @@ from fedbilevel.experiment import AdjointWarning
 from fedbilevel.fed.ledger import Entry, as_arrays, metering
 from fedbilevel.problem.quadratic import lower_objective, upper_objective
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 CLIENTS, DX, DY = 4, 3, 4
 CAPACITY = 400  # one compiled program for short and for long runs
 
@@ -21,13 +23,6 @@ MANY = SUM | {"upper_steps": 4, "lower_steps": 5, "lower_rounds": 3}
 UNEQUAL = SUM | {"upper_steps": (1, 3, 2, 6), "lower_steps": (1, 2, 5, 8), "lower_rounds": 2}
 SCALED = UNEQUAL | {"scale_by_steps": True}
 DRIFTING = CG | {"lower_steps": 5, "lower_rounds": 2}
-
-
-@pytest.fixture(autouse=True)
-def _float64():
-    with jax.enable_x64(True):
-        assert jnp.ones(()).dtype == jnp.float64
-        yield
 
 
 @pytest.fixture
@@ -117,7 +112,7 @@ def drifted(quadratic, rate, steps):
     pulls = local_maps(A, rate, steps) @ A
 
     def at(x):
-        own = np.asarray(quadratic.own_lower_solutions(x))
+        own = of(quadratic.own_lower_solutions, x)
         return np.linalg.solve(pulls.sum(0), np.einsum("nij,nj->i", pulls, own))
 
     return at
@@ -129,6 +124,11 @@ def own_slope(quadratic, x, y):
     f_y = np.einsum("nij,nj->ni", q.D, y - q.c) + np.einsum("nij,i->nj", q.E, x)
     u = np.linalg.solve(q.A, f_y[..., None])[..., 0]
     return np.mean(q.rho[:, None] * (x - q.e) + q.E @ y + np.einsum("nij,ni->nj", q.B, u), axis=0)
+
+
+def of(function, *vectors):
+    """A closed form of the library, in numpy."""
+    return np.asarray(function(*map(jnp.asarray, vectors)))
 
 
 def close(a, b, tolerance):
@@ -149,7 +149,7 @@ def test_lower_rounds_follow_their_closed_form(quadratic, point, settings):
     def predicted(steps, outer_steps):
         C = local_maps(A, rate / steps if algorithm.scale_by_steps else rate, steps).mean(0)
         matrix = np.eye(DY) - C @ A.mean(0)
-        best = np.asarray(quadratic.lower_solution(x))
+        best = of(quadratic.lower_solution, x)
         return best + np.linalg.matrix_power(matrix, algorithm.lower_rounds * outer_steps) @ (y - best)
 
     for outer_steps in (1, 3):
@@ -162,7 +162,7 @@ def test_lower_rounds_follow_their_closed_form(quadratic, point, settings):
 def test_plain_local_descent_on_y_follows_its_closed_form(quadratic, point):
     """`y_i = y_i* + (I − βA_i)^τ(y − y_i*)`, averaged: FedNest-SGD's round."""
     (x, y), rate, steps = point, 0.2, DRIFTING["lower_steps"]
-    own = np.asarray(quadratic.own_lower_solutions(x))
+    own = of(quadratic.own_lower_solutions, x)
     shrink = [np.linalg.matrix_power(np.eye(DY) - rate * A, steps) for A in quadratic.A]
     expected = y
     for _ in range(DRIFTING["lower_rounds"]):
@@ -178,7 +178,7 @@ def test_plain_local_descent_on_y_follows_its_closed_form(quadratic, point):
 
 def adjoint_of(quadratic, settings, x, y, damping=0.0):
     """The u that the series of these settings gives."""
-    H, b = quadratic.A.mean(0) + damping * np.eye(DY), np.asarray(quadratic.upper_slope(x, y))
+    H, b = quadratic.A.mean(0) + damping * np.eye(DY), of(quadratic.upper_slope, x, y)
     if settings["series"] == "cg":
         return np.linalg.solve(H, b)
     return truncated(H, settings["smoothness"] + damping, settings["terms"], b)
@@ -197,7 +197,7 @@ def test_upper_round_follows_its_closed_form(quadratic, point, settings, damping
     expected = x
     for _ in range(3):
         u = adjoint_of(quadratic, settings, expected, y, damping)
-        expected = expected - c * np.asarray(quadratic.hypergradient_at(expected, y, u))
+        expected = expected - c * of(quadratic.hypergradient_at, expected, y, u)
     new_x, new_y = run(quadratic, algorithm, x, y, steps=3)
     assert close(new_x, expected, 1e-12)
     assert np.array_equal(new_y, y)
@@ -260,9 +260,10 @@ def test_sampled_series_averages_to_the_sum_over_the_federation(quadratic, point
     mean = np.mean(list(by_length.values()), axis=0)
     assert close(mean, estimator("sum")(0)[0], 1e-13)
 
-    u = truncated(quadratic.A.mean(0), bound, terms, np.asarray(quadratic.upper_slope(x, y)))
-    assert close(mean, quadratic.hypergradient_at(x, y, u), 1e-13)
-    assert not close(mean, quadratic.hypergradient_at(x, y, quadratic.adjoint_at(x, y)), 1e-3)
+    u = truncated(quadratic.A.mean(0), bound, terms, of(quadratic.upper_slope, x, y))
+    assert close(mean, of(quadratic.hypergradient_at, x, y, u), 1e-13)
+    exact = of(quadratic.adjoint_at, x, y)
+    assert not close(mean, of(quadratic.hypergradient_at, x, y, exact), 1e-3)
     assert not close(by_length[0], mean, 1e-3)
 
 
@@ -306,12 +307,17 @@ LIMITS = {
 def predicted_limit(name, quadratic, rate):
     """Where a variant stands still, from the affine map that one of its steps is."""
     drift = drifted(quadratic, rate, DRIFTING["lower_steps"])
+
+    def slope_after_drift(x):
+        y = drift(x)
+        return of(quadratic.hypergradient_at, x, y, of(quadratic.adjoint_at, x, y))
+
     if name == "FedNestSGD":
-        return zero_of(lambda x: quadratic.hypergradient_at(x, drift(x), quadratic.adjoint_at(x, drift(x))))
+        return zero_of(slope_after_drift)
     if name == "LFedNest":
         return zero_of(lambda x: own_slope(quadratic, x, drift(x)))
     if name == "LFedNestSVRG":
-        return zero_of(lambda x: own_slope(quadratic, x, quadratic.lower_solution(x)))
+        return zero_of(lambda x: own_slope(quadratic, x, of(quadratic.lower_solution, x)))
     return quadratic.own_solution()  # every client solves its own lower level: (1 − βλ)^100 < 1e-20
 
 
@@ -345,7 +351,8 @@ def test_weights_weigh_every_average(quadratic):
         return rows * (CLIENTS * weights / weights.sum()).reshape(-1, *[1] * (rows.ndim - 1))
 
     q = quadratic
-    scaled = fb.Quadratic(times(q.A), times(q.B), times(q.b), q.c, times(q.D), times(q.E), q.e, times(q.rho))
+    rows = (times(q.A), times(q.B), times(q.b), q.c, times(q.D), times(q.E), q.e, times(q.rho))
+    scaled = fb.Quadratic(*map(jnp.asarray, rows))
     algorithm = fb.FedNest(0.2, 0.2, **CG)
     block = advance(samples_of(quadratic, weights=weights), algorithm, np.ones(DX), np.zeros(DY), CAPACITY)
     assert close(block.state.x, scaled.solution(), 1e-10)
@@ -370,7 +377,7 @@ def test_a_series_that_cannot_converge_is_reported(quadratic):
 def test_negative_curvature_is_reported_and_cured_by_damping(quadratic):
     eigenvalue = np.linalg.eigvalsh(quadratic.A.mean(0))
     shift = float(np.mean(eigenvalue[:2]))
-    saddle = fb.Quadratic(quadratic.A - shift * np.eye(DY), *jax.tree.leaves(quadratic)[1:])
+    saddle = eqx.tree_at(lambda q: q.A, quadratic, quadratic.A - shift * np.eye(DY))
     with pytest.warns(AdjointWarning, match="negative curvature"):
         result = solve(saddle, fb.FedNest(0.0, 0.0, **CG))
     assert len(result.notes) == 1

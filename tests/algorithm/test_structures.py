@@ -8,6 +8,8 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.algorithm.base import Variables
 from fedbilevel.fed.ledger import Ledger
+from fedbilevel.local import Work
+from fedbilevel.problem import Client
 from fedbilevel.problem.quadratic import (
     inner_map,
     lower_objective,
@@ -16,16 +18,11 @@ from fedbilevel.problem.quadratic import (
     upper_objective,
 )
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 CLIENTS, DX, DY = 4, 3, 4
 CAPACITY = 400  # one compiled program for short and for long runs
 WORK = {"lower_steps": 3, "upper_steps": 2, "lower_rounds": 2}
-
-
-@pytest.fixture(autouse=True)
-def _float64():
-    with jax.enable_x64(True):
-        assert jnp.ones(()).dtype == jnp.float64
-        yield
 
 
 @pytest.fixture
@@ -36,6 +33,11 @@ def draw():
 def pair(rows, spread=0.0):
     """Two samples a client around its own value."""
     return np.stack([rows - spread, rows + spread], axis=1)
+
+
+def in_numpy(kind, *rows):
+    """A problem of the library whose rows stay numpy arrays."""
+    return jax.tree.map(np.asarray, kind(*map(jnp.asarray, rows)))
 
 
 def advance(setting, algorithm, state, steps=1, first=0, seed=0):
@@ -65,7 +67,7 @@ def saddle_of(draw, kind, spread):
         A, b = draw.uniform(0, 0.1, size=(CLIENTS, 1, 1)) * np.eye(DY, DX), b - b.mean(0)
     else:
         A = draw.normal(size=(CLIENTS, DY, DX))
-    return fb.Saddle(A, b, np.full(CLIENTS, 10.0))
+    return in_numpy(fb.Saddle, A, b, np.full(CLIENTS, 10.0))
 
 
 def minimax(saddle):
@@ -159,7 +161,7 @@ def test_fedavgs_is_for_saddle_points_only(valleys):
 def test_sampled_cohorts_stall_at_the_sampling_noise(draw):
     """With centred b the state is linear in b: ten times the spread is ten times the noise floor."""
     saddle = saddle_of(draw, "paper", 1.0)
-    wide = fb.Saddle(saddle.A, 10 * saddle.b, saddle.penalty)
+    wide = in_numpy(fb.Saddle, saddle.A, 10 * saddle.b, saddle.penalty)
     algorithm = fb.FedNest(0.02, 0.5, **WORK, cohort=2)
     floors = [distance(s, run(minimax(s), algorithm, start(), CAPACITY)) for s in (saddle, wide)]
     assert floors[0] > 1e-3
@@ -172,7 +174,7 @@ def test_sampled_cohorts_stall_at_the_sampling_noise(draw):
 @pytest.fixture
 def composition(draw):
     R = np.eye(DY, DX) + 0.3 * draw.normal(size=(CLIENTS, DY, DX))
-    return fb.Composition(R, draw.normal(size=(CLIENTS, DY)), draw.normal(size=(CLIENTS, DY)))
+    return in_numpy(fb.Composition, R, draw.normal(size=(CLIENTS, DY)), draw.normal(size=(CLIENTS, DY)))
 
 
 def compositional(composition):
@@ -326,26 +328,32 @@ def marked():
     return fb.minimax(tally, np.zeros(1), np.zeros(sum(SIZES))), fb.Clients(marks, batch_size=BATCH)
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
-def test_a_pass_visits_every_sample_once_and_alike(scaled):
+def test_a_pass_visits_every_sample_once_and_alike():
     """A batch of k steps by lr·mean, the last one shortened to its share: lr/k for every sample of a pass."""
     rate, rounds = 0.3, 2
-    algorithm = fb.FedNestSGD(0.0, rate, lower_epochs=PASSES, lower_rounds=rounds, scale_by_steps=scaled)
+    algorithm = fb.FedNestSGD(0.0, rate, lower_epochs=PASSES, lower_rounds=rounds)
     block = advance(marked(), algorithm, (np.zeros(1), np.zeros(sum(SIZES))))
 
-    expected, unshortened, gradients, read = [], [], 0, 0
+    expected, unshortened, batches = [], [], []
     for size, passes in zip(SIZES, PASSES, strict=True):
-        batches = passes * -(-size // BATCH)
-        moved = -rounds * passes * (rate / batches if scaled else rate) / CLIENTS
+        moved = -rounds * passes * rate / CLIENTS
+        batches.append(-(-size // BATCH))
         expected += [moved / min(size, BATCH)] * size
-        unshortened += [moved * -(-size // BATCH)]  # of all samples of a client
-        gradients, read = gradients + rounds * batches, read + rounds * passes * size
+        unshortened.append(moved * batches[-1])  # of all samples of a client
     assert close(block.state.y, expected, 1e-13)
     sums = [np.sum(part) for part in np.split(np.asarray(block.state.y), np.cumsum(SIZES)[:-1])]
     assert not close(sums, unshortened, 1e-3)
 
     ledger = Ledger.from_counts(block.counts)
-    assert ledger.calls["g_y"] == gradients
     upper = 1 + 2  # f_x: assembled once, two in the step on x
+    assert ledger.calls["g_y"] == rounds * np.dot(PASSES, batches)
     assert ledger.calls["f_x"] == upper * CLIENTS
-    assert ledger.samples == read + upper * sum(min(size, BATCH) for size in SIZES)
+    read_below = rounds * np.dot(PASSES, SIZES)
+    assert ledger.samples == read_below + upper * sum(min(size, BATCH) for size in SIZES)
+
+
+def test_steps_in_epochs_are_counted_in_batches():
+    """What `scale_by_steps` divides by: passes times batches in a pass, the client's own."""
+    work, (problem, clients) = Work("lower", epochs=PASSES, scaled=True), marked()
+    totals = [int(work.total(Client(problem, clients, i, i, jax.random.key(0)))) for i in range(CLIENTS)]
+    assert totals == [3 * 1, 2 * 2, 1 * 3, 1 * 1]

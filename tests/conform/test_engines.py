@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -46,10 +47,12 @@ def test_process_equals_simulator(name: str, x64: bool, processes: fb.Process) -
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_same_seed_same_bits(name: str) -> None:
+def test_same_seed_same_bits_and_no_second_compilation(name: str, compilations: Callable[[], int]) -> None:
+    first = simulated(name, True)
+    before = compilations()
     with jax.enable_x64(True):
         again = run(name, "simulator")
-    first = simulated(name, True)
+    assert compilations() == before
     assert jax.tree.all(
         jax.tree.map(lambda p, q: (np.asarray(p) == np.asarray(q)).all(), first.state, again.state)
     )

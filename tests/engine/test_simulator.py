@@ -83,9 +83,11 @@ def test_a_block_records_each_step_and_nothing_behind_the_last() -> None:
         assert np.asarray(block.counts[Entry("round")]).tolist() == [1, 0]
         rest = session.advance(block.state, KEY, 1, 1, 2)
         whole = session.advance(state, KEY, 0, 2, 2)
+        later = session.advance(state, KEY, 1, 1, 2)
         assert session.failures == []
     np.testing.assert_array_equal(rest.state.x, whole.state.x)
     assert whole.done == 2
+    assert not np.array_equal(later.state.y, block.state.y), "each step draws its own batches"
 
 
 # ------------------------------------------------------------- the number of clients

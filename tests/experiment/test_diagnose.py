@@ -190,7 +190,7 @@ def test_the_measurement_is_billed(regular: Any) -> None:
 
 
 def test_auto_smoothness_bounds_the_largest_eigenvalue_and_uses_all_data(regular: Any) -> None:
-    given, found = regular
+    given, _ = regular
     algorithm, cost = measured_smoothness(Simulator(), PROBLEM, clients(given), FedNest(0.1, 0.1), seed=0)
     high = np.linalg.eigvalsh(np.asarray(given.A.mean(0), float))[-1]
     assert high <= algorithm.smoothness < 1.3 * high

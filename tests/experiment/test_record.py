@@ -163,7 +163,7 @@ def npy(array: Any) -> bytes:
 def test_other_kinds_of_files_are_refused(tmp_path: Any, content: bytes) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
-    with pytest.raises(PortableError, match="not a result that `Result.save` wrote"):
+    with pytest.raises(PortableError, match=r"not a result that `Result\.save` wrote"):
         load(path)
 
 

@@ -164,6 +164,11 @@ def test_a_callback_stops_the_run_by_returning_true() -> None:
     assert same_run(run(4, start=stopped), run(8))
 
 
+@pytest.mark.parametrize("answer", [np.True_, jnp.asarray(True)], ids=["numpy", "jax"])
+def test_a_callback_stops_the_run_by_a_comparison_of_arrays(answer: Any) -> None:
+    assert run(4, callback=lambda evaluation: answer).steps == 0
+
+
 def test_a_callback_can_stop_a_run_before_its_first_step() -> None:
     assert run(8, callback=lambda evaluation: True).steps == 0
 
@@ -263,24 +268,30 @@ def test_what_the_method_reports_is_in_the_history_and_warned_about() -> None:
 # ------------------------------------------------------------------- "auto" smoothness
 
 
-def test_auto_smoothness_is_measured_and_billed() -> None:
+def measure(**options: Any) -> Any:
+    """A run of no steps of a method that has to measure a bilevel problem first."""
     eye, mixed, zero = np.eye(3), np.ones((2, 3, 2)), np.zeros((2, 3))
     lower = {"A": np.array([3 * eye, 5 * eye]), "B": mixed, "b": zero}
     upper = {"D": lower["A"], "E": mixed.swapaxes(1, 2), "c": zero, "e": zero[:, :2], "rho": np.ones(2)}
-    rows = [
-        {name: jnp.asarray(row, jnp.float32)[:, None] for name, row in part.items()}
-        for part in (lower, upper)
-    ]
+    levels = jax.tree.map(lambda row: jnp.asarray(row, jnp.float32)[:, None], (lower, upper))
     bilevel = Problem(upper_objective, lower_objective, jnp.ones(2), jnp.zeros(3))
-    spent = solve(bilevel, Clients(*rows), FedNest(0.1, 0.1), 0).ledger
+    return solve(bilevel, Clients(*levels), FedNest(0.1, 0.1), 0, **options)
+
+
+def test_auto_smoothness_is_measured_and_billed() -> None:
     vector = 2 * 3 * 4
-    assert spent == Ledger(
+    assert measure().ledger == Ledger(
         rounds=3,
         down={"x": 2 * 2 * 4, "y": vector, "u": 3 * vector},
         up={"u": 3 * vector},
         calls={"g_yy": 6},
         samples=6,
     )
+
+
+def test_a_continued_run_with_auto_smoothness_costs_what_one_long_run_costs() -> None:
+    first = measure()
+    assert measure(start=first).ledger == first.ledger
 
 
 # ----------------------------------------------------------------------------- errors
@@ -297,7 +308,7 @@ def test_an_unknown_engine_is_refused_with_the_nearest_name() -> None:
         ValueError, match=r"no engine 'simulatr'; the engines are .*did you mean 'simulator'\?"
     ):
         run(1, engine="simulatr")
-    with pytest.raises(ValueError, match="the engines are simulator, process$"):
+    with pytest.raises(ValueError, match=r"the engines are simulator, process$"):
         run(1, engine="xyz")
 
 

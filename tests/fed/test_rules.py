@@ -117,7 +117,7 @@ def test_tree_arithmetic_on_a_client_value_is_refused(at: At) -> None:
 def test_a_client_value_is_not_unpacked_but_indexed(fed: Any) -> None:
     pair = fed.everyone.send((1.0, 2.0), "pair")
     with pytest.raises(PlacementError, match=r"value\[0\], value\[1\]"):
-        first, second = pair
+        _first, _second = pair
     assert fed.everyone.mean(pair[1], "v") == 2.0
 
 

@@ -137,6 +137,14 @@ def test_mean_keeps_dtypes_and_averages_every_leaf(fed: Any) -> None:
     np.testing.assert_allclose(average["half"], ROWS.mean(0), rtol=1e-2)
 
 
+def test_mean_has_double_precision() -> None:
+    with jax.enable_x64(True):
+        everyone = federation(weights=WEIGHTS).everyone
+        values = np.array([1.0, 1e-9, 3.0, 1e-12])
+        average = everyone.mean(everyone.deal(jnp.asarray(values), "v"), "mean")
+    np.testing.assert_allclose(average, np.average(values, weights=WEIGHTS), rtol=1e-15)
+
+
 def test_mean_of_whole_numbers_is_their_mean(fed: Any) -> None:
     everyone = fed.everyone
     counts = everyone.deal(jnp.array([1, 2, 4, 5]), "counts")

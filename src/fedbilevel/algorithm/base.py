@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -68,10 +69,22 @@ class Algorithm(eqx.Module, Generic[State]):
         )
 
 
+def check_lengths(algorithm: Algorithm[Any], n: int) -> None:
+    """Raise an error that explains if a setting with one number for each client has not n of them."""
+    for field in dataclasses.fields(algorithm):
+        value = getattr(algorithm, field.name)
+        if isinstance(value, tuple) and len(value) != n:
+            raise ValueError(
+                f"{field.name} has {len(value)} numbers, but there are {n} clients; "
+                "give one number for each client, or one for all of them"
+            )
+
+
 class TwoVariables(Algorithm[Variables]):
     """A method whose state is `(x, y)` and nothing else."""
 
     def init(self, fed: Federation, key: jax.Array) -> Variables:
+        check_lengths(self, fed.n)
         return Variables(fed.problem.constraint(fed.problem.x0), fed.problem.y0)
 
     def solution(self, state: Variables) -> tuple[PyTree, PyTree]:

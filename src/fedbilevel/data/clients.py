@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from fedbilevel.data.batches import Samples
 from fedbilevel.tree import PyTree
@@ -134,7 +135,7 @@ def _length(tree: PyTree, client: int, level: str) -> int:
 
 
 def _samples(
-    flat: PyTree, sizes: np.ndarray[Any, Any], batch_size: int | None, level: str, rows: Any = None
+    flat: PyTree, sizes: npt.NDArray[Any], batch_size: int | None, level: str, rows: Any = None
 ) -> Samples:
     if not np.all(sizes > 0):
         empty = np.flatnonzero(sizes == 0).tolist()

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from fedbilevel.data.clients import Clients
 from fedbilevel.engine.base import Stepper
@@ -104,7 +105,7 @@ class RemoteFederation(Federation):
 
     # --------------------------------------------------------------- traffic
 
-    def read(self, ids: Iterable[int], ref: Ref, had: Any) -> tuple[PyTree, np.ndarray[Any, Any]]:
+    def read(self, ids: Iterable[int], ref: Ref, had: Any) -> tuple[PyTree, npt.NDArray[Any]]:
         """The value of `ref` at each client, stacked, and who answered: one round trip."""
         ids = [int(i) for i in ids]
         asked = [i for k, i in enumerate(ids) if (had is None or had[k]) and i in self.channel.alive]
@@ -183,7 +184,7 @@ class RemoteFederation(Federation):
 class RemoteCohort(Cohort):
     """A cohort whose client values are handles of what the clients hold."""
 
-    def __init__(self, fed: RemoteFederation, ids: np.ndarray[Any, Any], token: str) -> None:
+    def __init__(self, fed: RemoteFederation, ids: npt.NDArray[Any], token: str) -> None:
         self.fed, self.ids, self.token, self.size = fed, ids, token, len(ids)
         self.weights = None if fed.weights is None else fed.weights[ids]
 

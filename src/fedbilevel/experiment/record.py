@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from fedbilevel.fed.ledger import Ledger
 from fedbilevel.portable import PortableError, loaded, pack, unpack
@@ -41,7 +42,7 @@ class History(Sequence[Row]):
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
 
-    def column(self, name: str) -> np.ndarray[Any, Any]:
+    def column(self, name: str) -> npt.NDArray[Any]:
         """One number of every row, NaN where a row has none; an unknown name is an error."""
         names = {key for row in self.rows for key in row}
         if name not in names:

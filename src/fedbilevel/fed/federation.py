@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Key
 
 from fedbilevel.draw import below
 from fedbilevel.fed.cohort import Cohort
@@ -68,7 +69,7 @@ class Federation(abc.ABC):
 
 
 @functools.partial(jax.jit, static_argnames=("n", "size"))
-def choose(key: jax.Array, n: int, size: int) -> jax.Array:
+def choose(key: Key[Array, ""], n: int, size: int) -> Int[Array, " {size}"]:
     """`size` distinct ids below `n`, uniformly over the subsets, ascending.
 
     R. W. Floyd's method: exact, with `size` random numbers and O(size²) comparisons, so that the
@@ -88,7 +89,9 @@ def choose(key: jax.Array, n: int, size: int) -> jax.Array:
     return jnp.sort(chosen)
 
 
-def answers(key: jax.Array, ids: jax.Array, dropout: float, had: Any = None) -> Any:
+def answers(
+    key: Key[Array, ""], ids: Int[Array, " size"], dropout: float, had: Any = None
+) -> Bool[Array, " size"] | Any:
     """Who has a result when each client fails with probability `dropout`: `(size,)` bool, or None.
 
     Drawn from each client's own key, so that every engine silences the same clients. If nobody

@@ -9,20 +9,21 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int, Key
 
 
 class Links(eqx.Module):
     """The network of one exchange: weights `W`, `W[i, j]` what client i takes of client j's value."""
 
     @abc.abstractmethod
-    def weights(self, key: jax.Array, n: int) -> jax.Array:
+    def weights(self, key: Key[Array, ""], n: int) -> Float[Array, "{n} {n}"]:
         """The `(n, n)` weights of one exchange; a random network draws them from `key`."""
 
 
 class Complete(Links):
     """Everybody hears everybody, with weight 1/n: `push` is the mean, at every client."""
 
-    def weights(self, key: jax.Array, n: int) -> jax.Array:
+    def weights(self, key: Key[Array, ""], n: int) -> Float[Array, "{n} {n}"]:
         return jnp.full((n, n), 1.0 / n)
 
 
@@ -34,7 +35,7 @@ class Given(Links):
             link, and costs nothing.
     """
 
-    matrix: jax.Array
+    matrix: Float[Array, "clients clients"]
 
     def __init__(self, matrix: Any) -> None:
         self.matrix = jnp.asarray(matrix)
@@ -46,7 +47,7 @@ class Given(Links):
         if not computed and not np.all(np.isfinite(np.asarray(self.matrix))):
             raise ValueError("links need finite weights; the matrix holds a NaN or an infinity")
 
-    def weights(self, key: jax.Array, n: int) -> jax.Array:
+    def weights(self, key: Key[Array, ""], n: int) -> Float[Array, "{n} {n}"]:
         if self.matrix.shape != (n, n):
             raise ValueError(
                 f"the links are for {self.matrix.shape[0]} clients, but {n} take part in this push"
@@ -54,7 +55,7 @@ class Given(Links):
         return self.matrix
 
 
-def edges(weights: jax.Array) -> jax.Array:
+def edges(weights: Float[Array, "clients clients"]) -> Int[Array, ""]:
     """How many messages an exchange takes: the non-zero weights off the diagonal."""
     n = weights.shape[0]
     return jnp.sum((weights != 0) & ~jnp.eye(n, dtype=bool)).astype(jnp.int32)

@@ -12,6 +12,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+from jaxtyping import Array, Float
 
 from fedbilevel.data.clients import Clients
 from fedbilevel.problem.base import Problem, compositional, minimax
@@ -49,14 +50,14 @@ class Quadratic(eqx.Module):
         True
     """
 
-    A: jax.Array
-    B: jax.Array
-    b: jax.Array
-    c: jax.Array
-    D: jax.Array
-    E: jax.Array
-    e: jax.Array
-    rho: jax.Array
+    A: Float[Array, "clients dy dy"]
+    B: Float[Array, "clients dy dx"]
+    b: Float[Array, "clients dy"]
+    c: Float[Array, "clients dy"]
+    D: Float[Array, "clients dy dy"]
+    E: Float[Array, "clients dx dy"]
+    e: Float[Array, "clients dx"]
+    rho: Float[Array, " clients"]
 
     @classmethod
     def random(
@@ -130,25 +131,27 @@ class Quadratic(eqx.Module):
 
     # ---------------------------------------------------------- closed forms
 
-    def lower_solution(self, x: jax.Array) -> jax.Array:
+    def lower_solution(self, x: Float[Array, " dx"]) -> Float[Array, " dy"]:
         """`y*(x)`, the minimiser of `mean g_i(x, ·)`."""
         return jnp.linalg.solve(self.A.mean(0), self.B.mean(0) @ x + self.b.mean(0))
 
-    def adjoint_at(self, x: jax.Array, y: jax.Array) -> jax.Array:
+    def adjoint_at(self, x: Float[Array, " dx"], y: Float[Array, " dy"]) -> Float[Array, " dy"]:
         """`u = Ā⁻¹ mean ∇_y f_i(x, y)`; at `y*(x)` it is `u*(x)`."""
         return jnp.linalg.solve(self.A.mean(0), self.upper_slope(x, y))
 
-    def upper_slope(self, x: jax.Array, y: jax.Array) -> jax.Array:
+    def upper_slope(self, x: Float[Array, " dx"], y: Float[Array, " dy"]) -> Float[Array, " dy"]:
         """`mean ∇_y f_i(x, y)`."""
         gap = jnp.einsum("nij,nj->i", self.D, y - self.c) / self.n
         return gap + self.E.mean(0).T @ x
 
-    def hypergradient_at(self, x: jax.Array, y: jax.Array, u: jax.Array) -> jax.Array:
+    def hypergradient_at(
+        self, x: Float[Array, " dx"], y: Float[Array, " dy"], u: Float[Array, " dy"]
+    ) -> Float[Array, " dx"]:
         """`mean (∇_x f_i(x, y) − J_i u)`, for any y and u."""
         direct = jnp.mean(self.rho[:, None] * (x - self.e), axis=0) + self.E.mean(0) @ y
         return direct + self.B.mean(0).T @ u
 
-    def hypergradient(self, x: jax.Array) -> jax.Array:
+    def hypergradient(self, x: Float[Array, " dx"]) -> Float[Array, " dx"]:
         """`∇h(x)`, the gradient of `mean f_i(x, y*(x))`."""
         y = self.lower_solution(x)
         return self.hypergradient_at(x, y, self.adjoint_at(x, y))
@@ -163,11 +166,11 @@ class Quadratic(eqx.Module):
 
     # ------------------------------------------- local lower level: one y a client
 
-    def own_lower_solutions(self, x: jax.Array) -> jax.Array:
+    def own_lower_solutions(self, x: Float[Array, " dx"]) -> Float[Array, "clients dy"]:
         """`y_i*(x) = A_i⁻¹(B_i x + b_i)`, one row a client."""
         return jax.vmap(jnp.linalg.solve)(self.A, self.B @ x + self.b)
 
-    def own_hypergradient(self, x: jax.Array) -> jax.Array:
+    def own_hypergradient(self, x: Float[Array, " dx"]) -> Float[Array, " dx"]:
         """The mean of the clients' own hypergradients: right for a local lower level only."""
         own = [self.only(client).hypergradient(x) for client in range(self.n)]
         return jnp.mean(jnp.stack(own), axis=0)
@@ -192,9 +195,9 @@ class Saddle(eqx.Module):
     `x* = (λI + ĀᵀĀ)⁻¹Āᵀb̄`, `y* = b̄ − Āx*`; zero when the `b_i` are centred.
     """
 
-    A: jax.Array
-    b: jax.Array
-    penalty: jax.Array
+    A: Float[Array, "clients dy dx"]
+    b: Float[Array, "clients dy"]
+    penalty: Float[Array, " clients"]
 
     @classmethod
     def random(
@@ -251,9 +254,9 @@ class Composition(eqx.Module):
     `x* = (R̄ᵀR̄)⁻¹R̄ᵀ(t̄ − s̄)`, `y* = R̄x* + s̄`.
     """
 
-    R: jax.Array
-    s: jax.Array
-    t: jax.Array
+    R: Float[Array, "clients dy dx"]
+    s: Float[Array, "clients dy"]
+    t: Float[Array, "clients dy"]
 
     @classmethod
     def random(cls, key: jax.Array, clients: int, dx: int, dy: int) -> Composition:
