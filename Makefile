@@ -31,4 +31,4 @@ unit: $(READY)  ## all tests
 	$(BIN)/pytest
 
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build src/*.egg-info
+	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build src/*.egg-info

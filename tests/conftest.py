@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import pathlib
 from collections.abc import Callable, Iterator
 
-# Clients' processes compile the same programs as each other: let them share what they compiled.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp(prefix="fedbilevel-tests-"))
+# Most of the time goes into compilation. It is kept for the next run, and shared by clients' processes;
+# and these programs are too small to be worth optimising.
+CACHE = pathlib.Path(__file__).parent.parent / ".cache" / "jax"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_multi_thread_eigen=false")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 

@@ -97,7 +97,7 @@ def test_all_lengths_are_equally_likely():
 
 
 def test_a_series_that_cannot_converge_says_so(b):
-    """`adjoint_growth` is above 1 when ℓ is below half the largest eigenvalue, and not above 1 when it fits."""
+    """`adjoint_growth` is above 1 when ℓ is below half the largest eigenvalue, and not when it fits."""
     assert solve(Neumann(20, 2.0), matrix(), b).report["adjoint_growth"] > 1
     assert solve(Neumann(20, BOUND), matrix(), b).report["adjoint_growth"] <= 1
     indefinite = matrix((-1.0, 1.0, 2.0, 5.0))
@@ -129,7 +129,7 @@ def test_more_iterations_do_no_harm(b):
 
 
 def test_iterations_among_rounding_errors_raise_no_alarm(b):
-    """κ = 10⁶, ten times the iterations of exact arithmetic: the residual is at rounding, all curvature positive."""
+    """κ = 10⁶, ten times the iterations of exact arithmetic: the residual stays at rounding."""
     H = matrix((1e-3, 1.0, 30.0, 1e3))
     solved = solve(ConjugateGradients(10 * SIZE), H, b)
     assert close(H @ solved.u, b, 1e-9)  # eps·‖H‖‖u‖ is 1e-10

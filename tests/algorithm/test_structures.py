@@ -140,7 +140,7 @@ def simultaneous_limit(saddle, upper_lr, lower_lr, steps):
 
 @pytest.mark.parametrize("kind", ["paper", "skew"])
 def test_simultaneous_local_steps_have_another_limit(draw, kind):
-    """FedAvg-S: with several local steps and different A_i it stops beside the saddle point, exactly there."""
+    """FedAvg-S: with several local steps and different A_i it stops beside the saddle point."""
     saddle, rates = saddle_of(draw, kind, 10.0), (0.02, 0.2)
     state = run(minimax(saddle), fb.FedAvgS(*rates, steps=5), start(), CAPACITY)
     assert close(np.concatenate(state), simultaneous_limit(saddle, *rates, steps=5), 1e-11)

@@ -191,7 +191,8 @@ def test_a_script_can_use_its_own_functions(tmp_path: pathlib.Path) -> None:
         "def loss(x, samples): return jnp.mean((x - samples) ** 2)\n"
         "if __name__ == '__main__':\n"
         "    clients = fb.Clients(jnp.array([[[1.0]], [[3.0]]]))\n"
-        "    result = fb.solve(fb.single_level(loss, jnp.zeros(1)), clients, fb.FedAvg(0.5), 3, engine='process')\n"
+        "    problem = fb.single_level(loss, jnp.zeros(1))\n"
+        "    result = fb.solve(problem, clients, fb.FedAvg(0.5), 3, engine='process')\n"
         "    print(float(result.x[0]))\n"
     )
     done = subprocess.run(

@@ -8,7 +8,7 @@ import jax.random as jr
 import numpy as np
 import pytest
 
-from fedbilevel import Clients, FedAvgS, FedNest, Ledger, Problem, Simulator, minimax, simulate, solve
+from fedbilevel import Clients, FedAvgS, Ledger, LFedNest, Problem, Simulator, minimax, simulate, solve
 from fedbilevel.algorithm.base import Variables
 from fedbilevel.fed.ledger import Entry
 from fedbilevel.problem.quadratic import lower_objective, saddle_objective, upper_objective
@@ -17,7 +17,7 @@ KEY = jr.key(2)
 
 
 def saddle() -> Problem:
-    return minimax(saddle_objective, jnp.ones(2), jnp.full(2, 0.5))
+    return minimax(saddle_objective, jnp.ones(2), jnp.array([0.5, 0.5]))
 
 
 def saddle_clients() -> Clients:
@@ -114,7 +114,7 @@ def is_jaxpr(value: Any) -> bool:
 
 
 def step_of(clients: int) -> list[int]:
-    """Sizes of what one step of FedNest computes, with cohorts of three among so many clients."""
+    """Sizes of what one step of LFedNest computes, with cohorts of three among so many clients."""
     d, samples = 3, 4
     shapes = (
         {"A": (d, d), "B": (d, d), "b": (d,)},
@@ -123,7 +123,7 @@ def step_of(clients: int) -> list[int]:
     rows = [{name: jnp.zeros((clients, samples, *s)) for name, s in part.items()} for part in shapes]
     problem = Problem(upper_objective, lower_objective, jnp.ones(d), jnp.zeros(d))
     fed = Simulator().federation(problem, Clients(*rows, batch_size=2))
-    algorithm = FedNest(0.1, 0.1, smoothness=5.0, cohort=3)
+    algorithm = LFedNest(0.1, 0.1, smoothness=5.0, cohort=3)
     state = Variables(problem.x0, problem.y0)
     return sizes_computed(
         jax.make_jaxpr(lambda state: simulate(fed, algorithm, state, KEY, 0, 1, 1).state)(state).jaxpr

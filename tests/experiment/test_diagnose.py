@@ -10,15 +10,14 @@ import pytest
 from fedbilevel import (
     Clients,
     FedNest,
-    Ledger,
     LFedNest,
     Problem,
     Quadratic,
-    Simulator,
     diagnose,
+    load,
     single_level,
+    solve,
 )
-from fedbilevel.experiment.diagnose import measured_smoothness
 from fedbilevel.problem.quadratic import lower_objective, upper_objective
 
 # All problems have these shapes, so that each kind of question is compiled once.
@@ -189,20 +188,13 @@ def test_the_measurement_is_billed(regular: Any) -> None:
     assert set(found.ledger.down) >= {"x", "y", "u"}
 
 
-def test_auto_smoothness_bounds_the_largest_eigenvalue_and_uses_all_data(regular: Any) -> None:
+def test_auto_smoothness_bounds_the_largest_eigenvalue(regular: Any, tmp_path: Any) -> None:
     given, _ = regular
-    algorithm, cost = measured_smoothness(Simulator(), PROBLEM, clients(given), FedNest(0.1, 0.1), seed=0)
+    measured = solve(PROBLEM, clients(given), FedNest(0.1, 0.1), 0)
     high = np.linalg.eigvalsh(np.asarray(given.A.mean(0), float))[-1]
-    assert high <= algorithm.smoothness < 1.3 * high
-    assert not algorithm.needs_smoothness
-    vector = N * DY * 4
-    assert cost == Ledger(
-        rounds=DY,
-        down={"x": N * DX * 4, "y": vector, "u": DY * vector},
-        up={"u": DY * vector},
-        calls={"g_yy": N * DY},
-        samples=N * DY,
-    )
+    assert high <= measured.smoothness < 1.3 * high
+    assert load(measured.save(tmp_path / "run")).smoothness == measured.smoothness
+    assert solve(PROBLEM, clients(given), FedNest(0.1, 0.1, smoothness=7.0), 0).smoothness is None
 
 
 def test_a_single_level_problem_has_nothing_to_diagnose() -> None:

@@ -190,7 +190,18 @@ def test_other_archives_are_refused(tmp_path: Any) -> None:
         {"format": "fedbilevel result 1", "result": {"tuple": 3}},
         {"format": "fedbilevel result 1", "result": {"object": ["fedbilevel.fed.ledger:Ledger", []]}},
     ],
-    ids=lambda header: str(header)[:50],
+    ids=[
+        "text",
+        "bytes",
+        "deep",
+        "list",
+        "empty",
+        "old format",
+        "no result",
+        "no array",
+        "no tuple",
+        "no fields",
+    ],
 )
 def test_a_header_of_another_form_is_refused(tmp_path: Any, header: Any) -> None:
     with pytest.raises(PortableError):

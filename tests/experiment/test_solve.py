@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import optax
 import pytest
@@ -342,7 +343,9 @@ EQUAL, UNEQUAL = (3, 3), (2, 3)
     list(itertools.product([per_sample, with_extras, whole_number], [EQUAL, UNEQUAL])),
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_an_objective_that_is_no_real_number_is_refused(wrong: Any, sizes: Any) -> None:
+def test_an_objective_that_is_no_real_number_is_refused(wrong: Any, sizes: Any, monkeypatch: Any) -> None:
+    # As in a user's process: no type checker steps in before the library's own message.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     data = Clients(lower=[np.ones(size) for size in sizes])
     for level, functions in (("upper", (wrong, mean_square)), ("lower", (mean_square, wrong))):
         with pytest.raises(

@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -53,6 +54,12 @@ class InsideRawJax(Program):
             "grad": jax.grad(slope),
         }
         return wrapped[self.how](jnp.asarray(1.0))
+
+
+@pytest.fixture(autouse=True)
+def unchecked(monkeypatch: Any) -> None:
+    """As in a user's process: no type checker steps in before the library's own messages."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ def tree_of(vector):
 
 @pytest.mark.parametrize("name", SETS)
 def test_projection_is_the_nearest_point_of_the_set(name):
-    """Feasible, idempotent, and `⟨v − Pv, z − Pv⟩ ≤ 0` for members z: that is the nearest point, and only it."""
+    """Feasible, idempotent, and `⟨v − Pv, z − Pv⟩ ≤ 0` for members z, which only the nearest point is."""
     constraint, inside, member = SETS[name]
     project, draw = jax.jit(constraint), np.random.default_rng(0)
     for scale in (0.1, 1.0, 10.0, 1.0):
@@ -99,7 +99,7 @@ FIELDS = ("A B b", "D E c e rho")
 
 def test_bilevel_run_in_a_box():
     """Every x is feasible and the last is the constrained optimum; the solution itself lies outside."""
-    low, high = -0.2, 0.1
+    low, high = -0.5, 0.7
     quadratic = jax.tree.map(np.asarray, fb.Quadratic.random(jax.random.key(1), CLIENTS, DX, DY))
     parts = ({name: getattr(quadratic, name)[:, None] for name in names.split()} for names in FIELDS)
     problem = fb.Problem(

@@ -23,7 +23,7 @@ def mean_over(data, function):
 def independent(upper, lower, upper_data, lower_data, x, y0):
     """`d/dx mean f_i(x, y*(x))`: optimistix finds y* and differentiates it implicitly.
 
-    As the root of `∇_y g`, not as a minimum: near it g is flat to rounding, and y would be right to 1e-8 only.
+    As the root of `∇_y g`, not as a minimum: near it g is flat to rounding, and y right to 1e-8 only.
     """
     f, g = mean_over(upper_data, upper), mean_over(lower_data, lower)
 

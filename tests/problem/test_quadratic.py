@@ -96,7 +96,7 @@ def test_random_clients_differ_unless_asked_to_be_alike(quadratic):
 
 
 def test_samples_scatter_around_the_clients_own_values(quadratic):
-    clients = quadratic.clients(samples=3, noise=0.5, key=jax.random.key(4))
+    clients = jax.tree.map(jnp.asarray, quadratic).clients(samples=3, noise=0.5, key=jax.random.key(4))
     flat = {**clients.lower.flat, **clients.upper.flat}
     for name, leaf in flat.items():
         own = getattr(quadratic, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 
@@ -66,7 +66,13 @@ class Session(abc.ABC):
 
 
 class Engine(abc.ABC):
-    """Where a federation runs."""
+    """Where a federation runs. As a context manager it keeps its resources for several sessions."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
 
     @abc.abstractmethod
     def connect(

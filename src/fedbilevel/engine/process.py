@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, Self
 
 import jax.numpy as jnp
 
@@ -26,7 +26,8 @@ from fedbilevel.problem.base import Problem
 class Process(Engine):
     """Runs every client in its own process, over a checked wire: the reference for real networks.
 
-    For POSIX systems. As a context manager it keeps its processes for several runs; else each run starts its own.
+    For POSIX systems. As a context manager it keeps its processes for several runs; else each run
+    starts its own.
 
         with fb.Process() as engine:
             fb.solve(problem, clients, algorithm, steps=20, engine=engine)
@@ -52,7 +53,7 @@ class Process(Engine):
         self.factory, self.worker = factory, worker
         self._pool: Pool | None = None
 
-    def __enter__(self) -> Process:
+    def __enter__(self) -> Self:
         self._pool = Pool(self.worker, self.timeout)
         return self
 

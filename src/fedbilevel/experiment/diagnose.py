@@ -147,19 +147,23 @@ def diagnose(
 
 
 def measured_smoothness(
-    engine: Engine, problem: Problem, clients: Clients, algorithm: Algorithm[Any], seed: int
-) -> tuple[Algorithm[Any], Ledger]:
-    """The algorithm with its "auto" smoothness measured at the start, and what that cost."""
+    engine: Engine, problem: Problem, clients: Clients, seed: int
+) -> tuple[float, Ledger]:
+    """ℓ as measured where the problem starts, and what that cost."""
     ask = _Asker(engine, problem, clients.whole(), seed)
-    ends = _ends(ask(CurvatureProbe()))
-    return _with_smoothness(algorithm, _safe_bound(ends)), ask.ledger
+    return _safe_bound(_ends(ask(CurvatureProbe()))), ask.ledger
+
+
+def with_smoothness(algorithm: Any, value: float) -> Any:
+    """The algorithm with its ℓ known."""
+    return eqx.tree_at(lambda a: a.smoothness, algorithm, value)
 
 
 def estimator_of(algorithm: Any, ends: Spectrum) -> Any:
     """The algorithm to compare, with its smoothness known; None if it estimates no hypergradient."""
     if not hasattr(algorithm, "hypergradient"):
         return None
-    return _with_smoothness(algorithm, _safe_bound(ends)) if algorithm.needs_smoothness else algorithm
+    return with_smoothness(algorithm, _safe_bound(ends)) if algorithm.needs_smoothness else algorithm
 
 
 class _Asker:
@@ -195,10 +199,6 @@ def _terms(ends: Spectrum, damping: float, tolerance: float) -> tuple[int, int]:
     series = math.log(tolerance) / math.log1p(-low / high)
     cg = math.sqrt(high / low) / 2 * math.log(2 / tolerance)
     return math.ceil(series), math.ceil(cg)
-
-
-def _with_smoothness(algorithm: Any, value: float) -> Any:
-    return eqx.tree_at(lambda a: a.smoothness, algorithm, value)
 
 
 def _number(values: dict[str, Any], name: str) -> float | None:

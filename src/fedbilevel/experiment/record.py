@@ -64,6 +64,7 @@ class Result:
         state: all that the algorithm carries: what `solve(..., start=result)` goes on from.
         failures: what went wrong at clients, one line each.
         notes: what the run itself found suspicious, one line each.
+        smoothness: what `smoothness="auto"` measured at the start; None if nothing had to be measured.
     """
 
     x: PyTree
@@ -76,6 +77,7 @@ class Result:
     state: PyTree
     failures: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    smoothness: float | None = None
 
     def save(self, path: str | os.PathLike[str]) -> pathlib.Path:
         """Write it to a file: a zip of one JSON text and `.npy` arrays. Atomic: all of it, or nothing."""

@@ -21,7 +21,7 @@ from fedbilevel.data.clients import Clients
 from fedbilevel.engine.base import Block, Engine, Session
 from fedbilevel.engine.process import Process
 from fedbilevel.engine.simulator import Simulator
-from fedbilevel.experiment.diagnose import measured_smoothness
+from fedbilevel.experiment.diagnose import measured_smoothness, with_smoothness
 from fedbilevel.experiment.record import History, Result, Row
 from fedbilevel.fed.ledger import Ledger
 from fedbilevel.fed.place import Kept, map_kept
@@ -73,23 +73,28 @@ def solve(
     A NaN or overflow ends the run with `diverged=True` and the last finite state.
     """
     _check(problem, clients, steps, every)
-    engine = engine_of(engine)
+    if start is not None:
+        _check_start(problem, clients, algorithm, start)
     seed = (0 if start is None else start.seed) if seed is None else seed
     spent = Ledger() if start is None else start.ledger
-    if getattr(algorithm, "needs_smoothness", False) and problem.structure == "bilevel":
-        algorithm, cost = measured_smoothness(engine, problem, clients, algorithm, seed)
-        spent = spent + cost
-    every = every or max(1, -(-steps // 20))
-    with engine.connect(problem, clients, algorithm) as session, _bar(progress, steps) as tick:
-        run = _Run(problem, algorithm, session, seed, spent, callback, start)
-        run.go(steps, every, tick)
+    with contextlib.ExitStack() as stack:
+        # An engine by name lives as long as this call; an engine object is its owner's.
+        where = engine if isinstance(engine, Engine) else stack.enter_context(engine_of(engine))
+        smoothness = None if start is None else start.smoothness
+        if getattr(algorithm, "needs_smoothness", False) and problem.structure == "bilevel":
+            if smoothness is None:
+                smoothness, cost = measured_smoothness(where, problem, clients, seed)
+                spent = spent + cost
+            algorithm = with_smoothness(algorithm, smoothness)
+        session = stack.enter_context(where.connect(problem, clients, algorithm))
+        tick = stack.enter_context(_bar(progress, steps))
+        run = _Run(problem, algorithm, session, seed, spent, callback, start, smoothness)
+        run.go(steps, every or max(1, -(-steps // 20)), tick)
         return run.result()
 
 
-def engine_of(engine: str | Engine) -> Engine:
-    """An engine by name, or the engine itself."""
-    if isinstance(engine, Engine):
-        return engine
+def engine_of(engine: str) -> Engine:
+    """A new engine, by name."""
     if engine not in ENGINES:
         near = difflib.get_close_matches(str(engine), ENGINES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -109,9 +114,11 @@ class _Run:
         ledger: Ledger,
         callback: Callable[[Evaluation], Any] | None,
         start: Result | None,
+        smoothness: float | None,
     ) -> None:
         self.problem, self.algorithm, self.session = problem, algorithm, session
         self.seed, self.ledger, self.callback = seed, ledger, callback
+        self.smoothness = smoothness
         k_init, self.key = jr.split(jr.key(seed))
         self.step, self.diverged, self.stopped = 0, False, False
         self.rows: list[Row] = []
@@ -168,6 +175,7 @@ class _Run:
             state,
             tuple(self.session.failures),
             tuple(self.notes),
+            self.smoothness,
         )
 
 
@@ -201,6 +209,18 @@ def _check(problem: Problem, clients: Clients, steps: int, every: int | None) ->
     if not bool(all_finite((problem.x0, problem.y0))):
         raise ValueError("x0 or y0 holds a NaN or an infinity: a run cannot start there")
     problem.check(clients)
+
+
+def _check_start(problem: Problem, clients: Clients, algorithm: Algorithm[Any], start: Result) -> None:
+    """Raise an error that explains if a result's state is not one of this algorithm and problem."""
+    fed = Simulator().federation(problem, clients)
+    needed = jax.eval_shape(lambda key: algorithm.at(0).init(fed, key), jr.key(0))
+    shapes = [(jax.tree.structure(t), list(map(np.shape, jax.tree.leaves(t)))) for t in (needed, start.state)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"`start` is a result of another algorithm or problem: its state is {shapes[1]}, "
+            f"and this run needs {shapes[0]}"
+        )
 
 
 @contextlib.contextmanager
