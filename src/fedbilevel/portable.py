@@ -23,6 +23,15 @@ Json: TypeAlias = Any
 Array: TypeAlias = npt.NDArray[Any]
 
 
+_EXTENDED = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+DTYPES = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+    *_EXTENDED,
+)
+"""The dtypes that may be written; the last few are not numpy's own."""
+
+
 class PortableError(TypeError):
     """An object cannot be written so that another process, or another day, could read it."""
 
@@ -35,17 +44,25 @@ def pack(thing: Any, arrays: list[Array] | None = None) -> tuple[Json, list[Arra
 
 def unpack(structure: Json, arrays: Sequence[Any], find: Callable[[str], Any]) -> Any:
     """The object again; `find` turns a name into a class or function (`imported`, `loaded`)."""
+    try:
+        return _unpack(structure, arrays, find)
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        if isinstance(error, PortableError):
+            raise
+        raise PortableError(f"not a packed object: {error!r}") from None
+
+
+def _unpack(structure: Json, arrays: Sequence[Any], find: Callable[[str], Any]) -> Any:
     if isinstance(structure, list):
-        return [unpack(item, arrays, find) for item in structure]
+        return [_unpack(item, arrays, find) for item in structure]
     if not isinstance(structure, dict):
         return structure
     if len(structure) != 1:
         raise PortableError(f"not a packed object: {sorted(structure)}")
     ((tag, content),) = structure.items()
-    reader = _READERS.get(tag)
-    if reader is None:
+    if tag not in _READERS:
         raise PortableError(f"not a packed object: unknown tag {tag!r}")
-    return reader(content, arrays, find)
+    return _READERS[tag](content, arrays, find)
 
 
 def imported(name: str) -> Any:
@@ -106,9 +123,19 @@ def _pack(thing: Any, arrays: list[Array]) -> Json:
 
 
 def _array(thing: Any, arrays: list[Array]) -> int:
-    # A private copy in C order; `ascontiguousarray` would turn a scalar into a vector.
-    arrays.append(np.array(thing, order="C"))
+    arrays.append(plain_array(thing))
     return len(arrays) - 1
+
+
+def plain_array(thing: Any) -> Array:
+    """A copy in C order and native byte order; only numbers and booleans can be written."""
+    array = np.array(thing, order="C")  # `ascontiguousarray` would turn a scalar into a vector
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    if array.dtype.name not in DTYPES:
+        raise PortableError(
+            f"an array of {array.dtype} cannot be written; only numbers and booleans can: {', '.join(DTYPES)}"
+        )
+    return array
 
 
 # ------------------------------------------------------------------- reading
@@ -124,7 +151,7 @@ def _read_object(content: Any, arrays: Sequence[Any], find: Callable[[str], Any]
         )
     thing: Any = object.__new__(cls)
     for field, value in fields.items():
-        object.__setattr__(thing, field, unpack(value, arrays, find))
+        object.__setattr__(thing, field, _unpack(value, arrays, find))
     return thing
 
 
@@ -135,7 +162,7 @@ def _read_named(content: Any, arrays: Sequence[Any], find: Callable[[str], Any])
         isinstance(cls, type) and issubclass(cls, tuple) and len(getattr(cls, "_fields", ())) == len(items)
     ):
         raise PortableError(f"{name} is no named tuple of {len(items)} items")
-    return tuple.__new__(cls, [unpack(item, arrays, find) for item in items])
+    return tuple.__new__(cls, [_unpack(item, arrays, find) for item in items])
 
 
 def _read_key(content: Any, arrays: Sequence[Any], find: Callable[[str], Any]) -> Any:
@@ -146,9 +173,11 @@ def _read_key(content: Any, arrays: Sequence[Any], find: Callable[[str], Any]) -
 _READERS: dict[str, Callable[..., Any]] = {
     "key": _read_key,
     "array": lambda index, arrays, find: arrays[index],
-    "tuple": lambda items, arrays, find: tuple(unpack(item, arrays, find) for item in items),
+    "tuple": lambda items, arrays, find: tuple(_unpack(item, arrays, find) for item in items),
     "named": _read_named,
-    "dict": lambda pairs, arrays, find: {unpack(k, arrays, find): unpack(v, arrays, find) for k, v in pairs},
+    "dict": lambda pairs, arrays, find: {
+        _unpack(k, arrays, find): _unpack(v, arrays, find) for k, v in pairs
+    },
     "object": _read_object,
     "name": lambda name, arrays, find: find(name),
 }

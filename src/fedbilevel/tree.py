@@ -29,7 +29,12 @@ def scale(factor: Any, a: PyTree) -> PyTree:
 
 def step(a: PyTree, factor: Any, direction: PyTree) -> PyTree:
     """`a − factor · direction`: one descent step; the leaves of `a` keep their dtype."""
-    return jax.tree.map(lambda leaf, d: leaf - jnp.asarray(factor, jnp.result_type(leaf)) * d, a, direction)
+
+    def descend(leaf: Any, d: Any) -> jax.Array:
+        dtype = jnp.result_type(leaf)
+        return leaf - jnp.asarray(factor, dtype) * jnp.asarray(d, dtype)
+
+    return jax.tree.map(descend, a, direction)
 
 
 def dot(a: PyTree, b: PyTree) -> jax.Array:

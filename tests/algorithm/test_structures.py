@@ -122,6 +122,32 @@ def test_fednest_on_a_saddle_point_follows_its_closed_form(draw):
     )
 
 
+def test_both_terms_of_an_anchored_step_see_one_batch(draw):
+    """Batches of one sample: their noise cancels in `G(z; ζ) − G(z⁰; ζ)`, so that a round is `z⁰ − c·q`.
+
+    q is the mean of one sample's gradient a client: one of 2⁴ vectors, and all of them are tried.
+    """
+    A, b = draw.normal(size=(2, CLIENTS, DY, DX)), draw.normal(size=(2, CLIENTS, DY))
+    data = {"A": A.swapaxes(0, 1), "b": b.swapaxes(0, 1), "penalty": np.full((CLIENTS, 2), 10.0)}
+    problem = fb.minimax(saddle_objective, np.ones(DX), np.zeros(DY))
+    setting = problem, fb.Clients(data, batch_size=1)
+    x, y = np.array([1.0, -2.0, 0.5]), np.array([0.3, -1.0, 2.0, 0.7])
+    choices = np.array(list(np.ndindex(*(2,) * CLIENTS)))
+    chosen_A = A[choices, np.arange(CLIENTS)].mean(1)  # of every choice: the mean over clients
+    chosen_b = b[choices, np.arange(CLIENTS)].mean(1)
+
+    seen = set()
+    for seed in range(8):
+        state = run(setting, fb.FedNest(0.02, 0.3, lower_steps=3, upper_steps=2), (x, y), seed=seed)
+        q, h = y + chosen_A @ x - chosen_b, 10 * x - np.einsum("kij,i->kj", chosen_A, state.y)
+        y_gaps = np.abs(state.y - (y - (1 - 0.7**3) * q)).max(1)
+        x_gaps = np.abs(state.x - (x - (1 - 0.8**2) / 10 * h)).max(1)
+        assert y_gaps.min() < 1e-12
+        assert x_gaps.min() < 1e-12
+        seen |= {("y", y_gaps.argmin()), ("x", x_gaps.argmin())}
+    assert len(seen) > 8, "the batches must differ from run to run"
+
+
 def test_lfednest_gets_there_too_because_the_clients_share_their_hessians(draw):
     saddle = saddle_of(draw, "skew", 10.0)
     state = run(minimax(saddle), fb.LFedNest(0.02, 0.5, **WORK), start(), 200)

@@ -67,7 +67,7 @@ class Samples(eqx.Module):
         if self.width == self.longest:
             return self._pick(client, places, size)
         drawn = below(key, (self.width,), size)
-        if self.smallest >= self.width:
+        if self.smallest > self.width:
             return Batch(self._rows(client, drawn), count=self.width)
         whole = size <= self.width
         return self._pick(client, jnp.where(whole, places, drawn), jnp.minimum(size, self.width))

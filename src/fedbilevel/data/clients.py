@@ -91,8 +91,6 @@ def _collect(source: PyTree, batch_size: int | None, level: str) -> Samples:
     """Flat storage of a list of clients or of a stacked pytree."""
     if isinstance(source, Samples):
         return source
-    if batch_size is not None and batch_size < 1:
-        raise DataError(f"batch_size is {batch_size}; it must be at least 1, or None for full batches")
     if isinstance(source, list | tuple) and not hasattr(source, "_fields"):
         return _from_list(list(source), batch_size, level)
     shapes = {jnp.shape(leaf)[:2] for leaf in jax.tree.leaves(source)}
@@ -102,13 +100,13 @@ def _collect(source: PyTree, batch_size: int | None, level: str) -> Samples:
             f"found leading shapes {sorted(shapes)}. For clients of unequal size pass a list."
         )
     n, size = next(iter(shapes))
-    flat = jax.tree.map(lambda leaf: jnp.reshape(leaf, (n * size, *jnp.shape(leaf)[2:])), source)
+    flat = jax.tree.map(lambda leaf: jnp.asarray(leaf).reshape(n * size, *jnp.shape(leaf)[2:]), source)
     return _samples(flat, np.full(n, size), batch_size, level)
 
 
 def _from_list(trees: list[PyTree], batch_size: int | None, level: str) -> Samples:
     if not trees:
-        raise DataError(f"the list of {level}-level data is empty; there must be at least one client")
+        return _samples((), np.zeros(0, int), batch_size, level)
     first: Any = jax.tree.structure(trees[0])
     for client, tree in enumerate(trees):
         if jax.tree.structure(tree) != first:
@@ -116,7 +114,7 @@ def _from_list(trees: list[PyTree], batch_size: int | None, level: str) -> Sampl
                 f"client {client}'s {level}-level data have the structure {jax.tree.structure(tree)}, "
                 f"client 0's {first}; they must be alike"
             )
-    sizes = np.array([_length(tree, client, level) for client, tree in enumerate(trees)])
+    sizes = np.array([_length(tree, f"client {client}'s", level) for client, tree in enumerate(trees)])
     try:
         flat = jax.tree.map(lambda *leaves: jnp.asarray(np.concatenate(leaves)), *trees)
     except ValueError as error:
@@ -124,11 +122,11 @@ def _from_list(trees: list[PyTree], batch_size: int | None, level: str) -> Sampl
     return _samples(flat, sizes, batch_size, level)
 
 
-def _length(tree: PyTree, client: int, level: str) -> int:
+def _length(tree: PyTree, whose: str, level: str) -> int:
     lengths = {jnp.shape(leaf)[0] if jnp.ndim(leaf) else None for leaf in jax.tree.leaves(tree)}
     if len(lengths) != 1 or None in lengths:
         raise DataError(
-            f"the leaves of client {client}'s {level}-level data must share a leading axis of samples; "
+            f"the leaves of {whose} {level}-level data must share a leading axis of samples; "
             f"their lengths are {sorted(map(str, lengths))}"
         )
     return int(lengths.pop() or 0)
@@ -137,6 +135,10 @@ def _length(tree: PyTree, client: int, level: str) -> int:
 def _samples(
     flat: PyTree, sizes: npt.NDArray[Any], batch_size: int | None, level: str, rows: Any = None
 ) -> Samples:
+    if batch_size is not None and batch_size < 1:
+        raise DataError(f"batch_size is {batch_size}; it must be at least 1, or None for full batches")
+    if not len(sizes):
+        raise DataError(f"the list of {level}-level data is empty; there must be at least one client")
     if not np.all(sizes > 0):
         empty = np.flatnonzero(sizes == 0).tolist()
         raise DataError(f"clients {empty} have no {level}-level samples; leave them out or give them some")
@@ -153,8 +155,8 @@ def _samples(
 
 
 def _indexed(flat: PyTree, lists: Sequence[Any], batch_size: int | None) -> Samples:
-    total = jax.tree.leaves(flat)[0].shape[0]
-    rows = np.concatenate([np.asarray(r, np.int32) for r in lists])
+    total = _length(flat, "the shared", "indexed")
+    rows = np.concatenate([np.zeros(0, np.int32), *(np.asarray(r, np.int32) for r in lists)])
     if rows.size and (rows.min() < 0 or rows.max() >= total):
         raise DataError(f"row numbers must lie in 0..{total - 1}; found {rows.min()}..{rows.max()}")
     return _samples(flat, np.array([len(r) for r in lists]), batch_size, "indexed", jnp.asarray(rows))

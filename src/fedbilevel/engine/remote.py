@@ -79,7 +79,7 @@ class RemoteFederation(Federation):
     def everyone(self) -> Cohort:
         return RemoteCohort(self, np.arange(self.n), "everyone")
 
-    def sample(self, key: jax.Array, size: int) -> Cohort:
+    def _sample(self, key: jax.Array, size: int) -> Cohort:
         return RemoteCohort(self, np.asarray(choose(key, self.n, size)), f"sample {next(self._tokens)}")
 
     def publish(self, value: PyTree, label: str) -> Published:
@@ -213,11 +213,11 @@ class RemoteCohort(Cohort):
             queue.put(ref, row(stacked, place))
         return ref
 
-    def _run(self, program: Program, values: tuple[At, ...], key: jax.Array) -> At:
+    def _run(self, program: Program, values: tuple[At, ...], key: jax.Array, *, fails: bool) -> At:
         ref = self.fed.numbers.new(self.fed.shapes(program, [v.value.spec for v in values]))
         masks = [np.asarray(v.present) for v in values if v.present is not None]
         had = np.logical_and.reduce(masks) if masks else None
-        present = answers(key, jnp.asarray(self.ids), self.fed.dropout, had)
+        present = answers(key, jnp.asarray(self.ids), self.fed.dropout if fails else 0.0, had)
         settings, key_data = jax.tree.leaves(program), jax.random.key_data(key)
         place, addresses = self._place(program), [v.value.address for v in values]
         for _, queue in self._queues(present):
@@ -251,8 +251,8 @@ class RemoteCohort(Cohort):
         rows, answered = self.fed.read(self.ids, value.value, value.present)
         return rows, jnp.asarray(answered)
 
-    def _push(self, value: At, weights: jax.Array) -> tuple[Ref, int]:
+    def _push(self, value: At, weights: jax.Array) -> tuple[Ref, int, Any]:
         # The server relays: it reads every value and deals every client its mixture.
-        rows, _ = self.fed.read(self.ids, value.value, value.present)
+        rows, senders = self.fed.read(self.ids, value.value, value.present)
         mixed = jax.tree.map(lambda leaf: jnp.tensordot(weights.astype(leaf.dtype), leaf, axes=1), rows)
-        return self._deal(mixed), nbytes(value.value.spec)
+        return self._deal(mixed), nbytes(value.value.spec), senders

@@ -18,7 +18,7 @@ from fedbilevel.fed.cohort import Cohort
 from fedbilevel.fed.federation import Federation, answers, choose
 from fedbilevel.fed.ledger import Counts, as_arrays, book, metering
 from fedbilevel.fed.loop import repeat, trace_once, zeros
-from fedbilevel.fed.place import At, Kept, Published, map_kept
+from fedbilevel.fed.place import At, Kept, PlacementError, Published, map_kept
 from fedbilevel.fed.program import Program
 from fedbilevel.problem.base import Problem
 from fedbilevel.problem.oracle import Client
@@ -71,7 +71,7 @@ class SimulatedFederation(eqx.Module, Federation):
     def everyone(self) -> Cohort:
         return SimulatedCohort(self, jnp.arange(self.n), "everyone", self.clients.weights)
 
-    def sample(self, key: jax.Array, size: int) -> Cohort:
+    def _sample(self, key: jax.Array, size: int) -> Cohort:
         ids, weights = choose(key, self.n, size), self.clients.weights
         return SimulatedCohort(
             self, ids, f"sample {next(_tokens)}", None if weights is None else weights[ids]
@@ -87,16 +87,32 @@ class SimulatedFederation(eqx.Module, Federation):
         return kept.value
 
     def loop(self, times: Any, body: Callable[[Any, PyTree], PyTree], carry: PyTree) -> PyTree:
-        return repeat(times, body, jax.tree.map(self._spread, carry, is_leaf=_is_at))
+        """Client values in the carry become plain arrays for the compiled loop, and client values again."""
+        examples = jax.tree.leaves(carry)
 
-    def _spread(self, leaf: Any) -> Any:
-        """A loop's body returns stacked client values, so they must be stacked when it starts."""
-        if not _is_at(leaf) or leaf.stacked:
-            return leaf
-        raise TypeError(
-            "a sent value cannot be the carry of `fed.loop`, since the body would turn it into one "
-            "value a client; carry the server value and send it in the body, or `run` a program on it first"
-        )
+        def inside(index: Any, plain: PyTree) -> PyTree:
+            return self._plain(body(index, _placed(plain, treedef, examples)), examples)
+
+        plain, treedef = self._plain(carry, examples), jax.tree.structure(carry)
+        return _placed(repeat(times, inside, plain), treedef, examples)
+
+    def _plain(self, carry: PyTree, examples: list[Any]) -> list[Any]:
+        """The leaves of a carry, with `(value, present)` in the place of a client value."""
+        leaves = jax.tree.leaves(carry)
+        for leaf, example in zip(leaves, examples, strict=False):
+            tokens = [at.cohort if isinstance(at, At) else None for at in (leaf, example)]
+            if tokens[0] != tokens[1] or (isinstance(leaf, At) and not leaf.stacked):
+                raise PlacementError(
+                    "what `fed.loop` carries must stay where it is: a client value of one cohort must come "
+                    "out of the body as a client value of that cohort, computed by `run`. Send a server "
+                    "value inside the body, and keep what outlives a cohort with `fed.keep`."
+                )
+        return [self._pair(leaf) if isinstance(leaf, At) else leaf for leaf in leaves]
+
+    def _pair(self, at: At) -> tuple[PyTree, Any]:
+        if at.present is not None or self.dropout == 0:
+            return at.value, at.present
+        return at.value, jnp.ones(jax.tree.leaves(at.value)[0].shape[0], bool)
 
 
 class SimulatedCohort(Cohort):
@@ -117,7 +133,7 @@ class SimulatedCohort(Cohort):
     def _deal(self, stacked: PyTree) -> PyTree:
         return jax.tree.map(jnp.asarray, stacked)
 
-    def _run(self, program: Program, values: tuple[At, ...], key: jax.Array) -> At:
+    def _run(self, program: Program, values: tuple[At, ...], key: jax.Array, *, fails: bool) -> At:
         if self.fed.observe is not None:
             self.fed.observe(program)
 
@@ -130,14 +146,14 @@ class SimulatedCohort(Cohort):
 
         stacked = tuple(v.value if v.stacked else () for v in values)
         out, spent = _each(one, self.fed.chunk)(self.ids, stacked)
-        present = self._present(values, key)
+        present = self._present(values, key, self.fed.dropout if fails else 0.0)
         book({entry: jnp.sum(times * _ones(present, self.size)) for entry, times in spent.items()})
         return self._own(out, present=present)
 
-    def _present(self, values: tuple[At, ...], key: jax.Array) -> Any:
+    def _present(self, values: tuple[At, ...], key: jax.Array, dropout: float) -> Any:
         masks = [v.present for v in values if v.present is not None]
         had = functools.reduce(jnp.logical_and, masks) if masks else None
-        return answers(key, self.ids, self.fed.dropout, had)
+        return answers(key, self.ids, dropout, had)
 
     def _take(self, kept: Kept) -> PyTree:
         return row(kept.value, self.ids)
@@ -154,10 +170,10 @@ class SimulatedCohort(Cohort):
             return rows, jnp.ones(self.size, bool)
         return _select(value.present, rows, jax.tree.map(jnp.zeros_like, rows)), value.present
 
-    def _push(self, value: At, weights: jax.Array) -> tuple[PyTree, int]:
-        rows, _ = self._gather(value)
+    def _push(self, value: At, weights: jax.Array) -> tuple[PyTree, int, jax.Array]:
+        rows, senders = self._gather(value)
         mixed = jax.tree.map(lambda leaf: jnp.tensordot(weights.astype(leaf.dtype), leaf, axes=1), rows)
-        return mixed, nbytes(row(rows, 0))
+        return mixed, nbytes(row(rows, 0)), senders
 
     def _rows(self, value: At) -> PyTree:
         if value.stacked:
@@ -186,7 +202,8 @@ class SimulatedSession(Session):
         return block._replace(state=before.state, done=before.done)
 
     def _advance(self, state: PyTree, key: jax.Array, first: int, steps: int, capacity: int) -> Block:
-        times = jnp.asarray(first, jnp.int32), jnp.asarray(steps, jnp.int32)
+        # The widest integers, so that schedules divide them in the widest floats.
+        times = jnp.asarray(first, int), jnp.asarray(steps, int)
         block = _advance(self.federation, self.stepper, state, key, *times, capacity)
         return block._replace(done=int(block.done), finite=bool(block.finite))
 
@@ -214,8 +231,8 @@ def simulate(
             state, info = stepper.at(time).step(fed, state, jax.random.fold_in(key, time))
         return state, info, as_arrays(meter.counts), all_finite(map_kept(lambda _: (), state))
 
-    state = jax.tree.map(jnp.asarray, state)
-    staged, (_, info, counts, _) = trace_once(one, jnp.asarray(first, jnp.int32), state)
+    state, first = jax.tree.map(jnp.asarray, state), jnp.asarray(first, int)
+    staged, (_, info, counts, _) = trace_once(one, first, state)
 
     def advance(carry: Any) -> Any:
         index, state, _, *records = carry
@@ -227,7 +244,7 @@ def simulate(
         return index + 1, state, finite, *records
 
     start = (
-        jnp.zeros((), jnp.int32),
+        jnp.zeros((), int),
         state,
         jnp.asarray(True),
         zeros(info, capacity),
@@ -264,5 +281,10 @@ def _array_if_number(leaf: Any) -> Any:
     return jnp.asarray(leaf) if isinstance(leaf, float | int) else leaf
 
 
-def _is_at(leaf: Any) -> bool:
-    return isinstance(leaf, At)
+def _placed(plain: list[Any], treedef: Any, examples: list[Any]) -> PyTree:
+    """The carry of a loop again, from what `_plain` made of it."""
+    pairs = zip(plain, examples, strict=True)
+    leaves = [
+        At(leaf[0], leaf[1], example.cohort) if isinstance(example, At) else leaf for leaf, example in pairs
+    ]
+    return jax.tree.unflatten(treedef, leaves)

@@ -14,10 +14,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from fedbilevel.portable import Array, Json
+from fedbilevel.portable import DTYPES, Array, Json, plain_array
 
 _MAGIC = b"FBL1"
-_KINDS = ("bool", "int", "uint", "float", "bfloat", "complex")
+_MOST_AXES, _LONGEST_AXIS = 32, 1 << 40
 
 
 class WireError(ValueError):
@@ -26,6 +26,7 @@ class WireError(ValueError):
 
 def encode(body: Json, arrays: list[Array]) -> bytes:
     """A message; `body` refers to the arrays by number."""
+    arrays = [plain_array(array) for array in arrays]
     table = [[array.dtype.name, list(array.shape)] for array in arrays]
     header = json.dumps({"body": body, "arrays": table}).encode()
     parts = [array.tobytes() for array in arrays]
@@ -40,8 +41,8 @@ def decode(message: bytes) -> tuple[Json, list[Array]]:
     try:
         header = json.loads(message[8 : 8 + length].decode())
         body, table = header["body"], header["arrays"]
-        specs = [(_dtype(name), tuple(map(_length, shape))) for name, shape in table]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        specs = [(_dtype(name), _shape(lengths)) for name, lengths in table]
+    except (ValueError, KeyError, TypeError, RecursionError, struct.error) as error:
         raise WireError(f"its header cannot be read: {error}") from None
     return body, _arrays(message, 8 + length, specs)
 
@@ -61,12 +62,13 @@ def _arrays(message: bytes, offset: int, specs: list[tuple[Any, tuple[int, ...]]
 
 
 def _dtype(name: Any) -> Any:
-    if not isinstance(name, str) or not name.startswith(_KINDS):
+    if name not in DTYPES:
         raise WireError(f"{name!r} is no dtype for a message")
     return jnp.dtype(name)
 
 
-def _length(number: Any) -> int:
-    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        raise WireError(f"{number!r} is no length of an axis")
-    return number
+def _shape(lengths: Any) -> tuple[int, ...]:
+    whole = all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < _LONGEST_AXIS for n in lengths)
+    if not whole or len(lengths) > _MOST_AXES:
+        raise WireError(f"{lengths!r} is no shape of an array")
+    return tuple(lengths)

@@ -8,14 +8,16 @@ import os
 import pathlib
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias, overload
+from typing import IO, Any, TypeAlias, overload
 
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
 from fedbilevel.fed.ledger import Ledger
-from fedbilevel.portable import PortableError, loaded, pack, unpack
+from fedbilevel.portable import DTYPES, Array, PortableError, loaded, pack, unpack
 from fedbilevel.tree import PyTree
 
 Row: TypeAlias = dict[str, float]
@@ -82,8 +84,9 @@ class Result:
     def save(self, path: str | os.PathLike[str]) -> pathlib.Path:
         """Write it to a file: a zip of one JSON text and `.npy` arrays. Atomic: all of it, or nothing."""
         structure, arrays = pack(self)
-        header = json.dumps({"format": _FORMAT, "result": structure}, allow_nan=True)
-        contents: dict[str, Any] = {f"array{i}": array for i, array in enumerate(arrays)}
+        dtypes = [array.dtype.name for array in arrays]
+        header = json.dumps({"format": _FORMAT, "result": structure, "dtypes": dtypes})
+        contents: dict[str, Any] = {f"array{i}": _native(array) for i, array in enumerate(arrays)}
         target = pathlib.Path(path)
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=target.name, delete=False) as file:
             try:
@@ -99,15 +102,36 @@ class Result:
 
 def load(path: str | os.PathLike[str]) -> Result:
     """Read what `Result.save` wrote. Runs no code of the file: it holds numbers and names only."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            header = json.loads(file["header"].tobytes().decode())
-            arrays = [file[f"array{i}"] for i in range(len(file.files) - 1)]
-    except (ValueError, KeyError, zipfile.BadZipFile, EOFError) as error:
-        raise PortableError(f"{path} is not a result that `Result.save` wrote: {error}") from None
-    if not isinstance(header, dict) or header.get("format") != _FORMAT:
-        raise PortableError(f"{path} is not of the format {_FORMAT!r}; was it written by another version?")
-    result = unpack(header["result"], arrays, loaded)
+    with open(path, "rb") as file:
+        try:
+            header, arrays = _read(file)
+        except _UNREADABLE as error:
+            raise PortableError(f"{path} is not a result that `Result.save` wrote: {error!r}") from None
+    result = unpack(header.get("result"), arrays, loaded)
     if not isinstance(result, Result):
         raise PortableError(f"{path} holds a {type(result).__name__}, not a result")
     return result
+
+
+_UNREADABLE = (
+    *(ValueError, KeyError, TypeError, AttributeError, IndexError, OSError, EOFError, RecursionError),
+    *(NotImplementedError, zipfile.BadZipFile, zlib.error),
+)
+"""What zipfile and numpy raise on files that are damaged, or not of this kind."""
+
+
+def _read(file: IO[bytes]) -> tuple[dict[str, Any], list[Any]]:
+    """The header and the arrays of a file, each in its own dtype."""
+    with np.load(file, allow_pickle=False) as archive:
+        header = json.loads(archive["header"].tobytes().decode())
+        if header["format"] != _FORMAT:
+            raise ValueError(f"its format is {header['format']!r}, not {_FORMAT!r}: another version's?")
+        names = header["dtypes"]
+        if any(name not in DTYPES for name in names):
+            raise ValueError("it holds arrays of an unknown dtype")
+        return header, [archive[f"array{i}"].view(jnp.dtype(name)) for i, name in enumerate(names)]
+
+
+def _native(array: Array) -> Array:
+    """An array as numpy can write it: bfloat16 and its like as integers of the same width."""
+    return array if array.dtype.isbuiltin == 1 else array.view(f"uint{8 * array.dtype.itemsize}")

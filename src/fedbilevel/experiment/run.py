@@ -67,7 +67,7 @@ def solve(
         engine: "simulator", "process", or an engine object.
         every: steps between two rows of the history; default: about 20 rows in all.
         start: an earlier result of the same algorithm, to go on from.
-        callback: called with every new `Evaluation`; the run stops if it returns True.
+        callback: called with every new `Evaluation`; the run stops if it returns something true.
         progress: show a bar; default: when standard error is a terminal.
 
     A NaN or overflow ends the run with `diverged=True` and the last finite state.
@@ -153,7 +153,7 @@ class _Run:
         row: Row = {"step": self.step} | metrics | info | self.ledger.columns()
         self.rows.append(row)
         if self.callback is not None:
-            self.stopped = self.callback(Evaluation(row, x, y)) is True
+            self.stopped = bool(self.callback(Evaluation(row, x, y)))
 
     def _solution(self) -> tuple[PyTree, PyTree]:
         x, y = self.algorithm.solution(self.state)

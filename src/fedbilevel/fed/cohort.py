@@ -71,7 +71,7 @@ class Cohort(abc.ABC):
         check_program(program)
         for value in values:
             self._check_mine(value)
-        return self._run(program, values, key)
+        return self._run(program, values, key, fails=True)
 
     def take(self, kept: Kept) -> At:
         """What the clients of this cohort keep. Costs nothing."""
@@ -108,7 +108,7 @@ class Cohort(abc.ABC):
         """
         self._check_mine(value)
         if codec is not None:
-            value = self._run(Encode(codec), (value,), jax.random.key(0))
+            value = self._run(Encode(codec), (value,), jax.random.key(0), fails=False)
         rows, answered = self._gather(value)
         count(Entry("up", label, _row_bytes(rows)), jnp.sum(answered).astype(jnp.int32))
         count(ROUND)
@@ -119,12 +119,12 @@ class Cohort(abc.ABC):
     def push(self, value: At, links: Links, label: str, *, key: jax.Array | None = None) -> At:
         """Client to client: `out_i = Σ_j W_ij in_j`. Books a message an edge, one round.
 
-        A client that has no value sends nothing (its column of W is as good as zero).
+        A client that has no value sends nothing: its column of W is as good as zero.
         """
         self._check_mine(value)
         weights = links.weights(jax.random.key(0) if key is None else key, self.size)
-        mixed, message = self._push(value, weights)
-        count(Entry("edge", label, message), edges(weights))
+        mixed, message, senders = self._push(value, weights)
+        count(Entry("edge", label, message), edges(weights * senders))
         count(ROUND)
         return self._own(mixed)
 
@@ -160,7 +160,7 @@ class Cohort(abc.ABC):
     def _deal(self, stacked: PyTree) -> Any: ...
 
     @abc.abstractmethod
-    def _run(self, program: Program, values: tuple[At, ...], key: jax.Array) -> At: ...
+    def _run(self, program: Program, values: tuple[At, ...], key: jax.Array, *, fails: bool) -> At: ...
 
     @abc.abstractmethod
     def _take(self, kept: Kept) -> Any: ...
@@ -172,12 +172,13 @@ class Cohort(abc.ABC):
     def _gather(self, value: At) -> tuple[PyTree, jax.Array]: ...
 
     @abc.abstractmethod
-    def _push(self, value: At, weights: jax.Array) -> tuple[Any, int]: ...
+    def _push(self, value: At, weights: jax.Array) -> tuple[Any, int, Any]: ...
 
 
 def _average(rows: Any, weights: Any) -> jax.Array:
-    """`Σ w_i rows_i / Σ w_i`, in the dtype of the rows."""
+    """`Σ w_i rows_i / Σ w_i`, in the dtype of the rows (whole numbers: as real ones)."""
     shares = jnp.asarray(weights, float) / jnp.sum(weights)
+    rows = rows if jnp.issubdtype(rows.dtype, jnp.inexact) else rows.astype(float)
     return jnp.tensordot(shares.astype(rows.dtype), rows, axes=1)
 
 

@@ -33,20 +33,21 @@ class Federation(abc.ABC):
     def everyone(self) -> Cohort:
         """All clients."""
 
-    @abc.abstractmethod
     def sample(self, key: jax.Array, size: int) -> Cohort:
         """`size` distinct clients, uniformly drawn."""
-
-    def cohort(self, key: jax.Array, size: int | None) -> Cohort:
-        """`sample(key, size)`, or everyone if `size` is None or the number of clients."""
-        if size is None or size == self.n:
-            return self.everyone
-        if not 1 <= size < self.n:
+        if not 1 <= size <= self.n:
             raise ValueError(
                 f"a cohort of {size} was asked for, but there are {self.n} clients; "
                 f"choose between 1 and {self.n}, or None for everyone"
             )
-        return self.sample(key, size)
+        return self.everyone if size == self.n else self._sample(key, size)
+
+    def cohort(self, key: jax.Array, size: int | None) -> Cohort:
+        """`sample(key, size)`, or everyone if `size` is None."""
+        return self.everyone if size is None else self.sample(key, size)
+
+    @abc.abstractmethod
+    def _sample(self, key: jax.Array, size: int) -> Cohort: ...
 
     @abc.abstractmethod
     def publish(self, value: PyTree, label: str) -> Published:

@@ -14,8 +14,10 @@ class PlacementError(TypeError):
     """A value was used in a place where it does not live."""
 
 
-class At(eqx.Module):
+class At:
     """A value on every client of one cohort. Opaque: read it with `mean`, use it in `run`.
+
+    It is no pytree, so that tree functions cannot look inside either; `fed.loop` can carry it.
 
     Attributes:
         value: how the engine holds it (stacked arrays, or a handle of what the clients hold).
@@ -24,14 +26,15 @@ class At(eqx.Module):
         stacked: whether `value` has one row a client (False: the same value for all of them).
     """
 
-    value: Any
-    present: Any = None
-    cohort: str = eqx.field(static=True, default="")
-    stacked: bool = eqx.field(static=True, default=True)
+    def __init__(self, value: Any, present: Any = None, cohort: str = "", stacked: bool = True) -> None:
+        self.value, self.present, self.cohort, self.stacked = value, present, cohort, stacked
 
     def __getitem__(self, part: Any) -> At:
         """A part of the value (an item of a tuple, a key of a dict); costs nothing."""
         return At(self.value[part], self.present, self.cohort, self.stacked)
+
+    def __repr__(self) -> str:
+        return f"<a value on the clients of {self.cohort}>"
 
     def __iter__(self) -> NoReturn:
         raise PlacementError(
@@ -46,10 +49,13 @@ class At(eqx.Module):
             "the server with `cohort.mean(value, label)`, which costs a round."
         )
 
+    __hash__ = object.__hash__
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
     __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __pow__ = __rpow__ = _refuse
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = _refuse
     __neg__ = __pos__ = __abs__ = __float__ = __int__ = __bool__ = __len__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __array__ = __jax_array__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __array__ = __jax_array__ = _refuse
 
 
 class Kept(eqx.Module):
@@ -72,11 +78,6 @@ class Published(eqx.Module):
     value: PyTree
     holders: Any
     label: str = eqx.field(static=True)
-
-
-def is_placed(leaf: Any) -> bool:
-    """Whether a leaf is a placed value (for `jax.tree.map(..., is_leaf=is_placed)`)."""
-    return isinstance(leaf, At | Kept | Published)
 
 
 def map_kept(function: Any, state: PyTree) -> PyTree:

@@ -76,9 +76,7 @@ class Problem(eqx.Module):
             ("upper", self.upper, clients.upper),
             ("lower", self.lower, clients.lower),
         ):
-            value = jax.eval_shape(
-                lambda b, f=function: weighted(f)(self.x0, self.y0, b), samples.batch(0, key)
-            )
+            value = jax.eval_shape(function, self.x0, self.y0, samples.batch(0, key).samples)
             if (
                 not hasattr(value, "shape")
                 or value.shape != ()
@@ -172,5 +170,6 @@ def objective(problem: Problem, level: str, x: PyTree, y: PyTree, batch: Batch) 
 
 
 def _float_array(leaf: Any) -> jax.Array:
-    array = jnp.asarray(leaf)
-    return array if jnp.issubdtype(array.dtype, jnp.inexact) else array.astype(float)
+    """A real array of a fixed type: a weak one would turn into another after the first step."""
+    dtype = jnp.result_type(leaf)
+    return jnp.asarray(leaf, dtype if jnp.issubdtype(dtype, jnp.inexact) else float)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import equinox as eqx
+import jax
+import jax.numpy as jnp
 import optax.projections as projections
 
 from fedbilevel.tree import PyTree
@@ -26,7 +28,8 @@ class Box(eqx.Module):
     high: Any
 
     def __call__(self, x: PyTree) -> PyTree:
-        return projections.projection_box(x, self.low, self.high)
+        low, high = (_like(bound, x) for bound in (self.low, self.high))
+        return projections.projection_box(x, low, high)
 
 
 class Positive(eqx.Module):
@@ -41,3 +44,9 @@ class Anywhere(eqx.Module):
 
     def __call__(self, x: PyTree) -> PyTree:
         return x
+
+
+def _like(bound: Any, x: PyTree) -> PyTree:
+    """A bound for every leaf of x."""
+    is_number = isinstance(bound, int | float | jax.Array) and jnp.ndim(bound) == 0
+    return jax.tree.map(lambda _: bound, x) if is_number else bound
