@@ -214,7 +214,7 @@ def test_a_missing_file_is_reported_as_missing(tmp_path: Any) -> None:
 
 
 def test_another_object_than_a_result_is_refused(tmp_path: Any) -> None:
-    path = zipped(tmp_path / "file", {"format": "fedbilevel result 1", "result": {"tuple": []}})
+    path = zipped(tmp_path / "file", {"format": "fedbilevel result 1", "result": {"tuple": []}, "dtypes": []})
     with pytest.raises(PortableError, match="holds a tuple, not a result"):
         load(path)
 

@@ -254,5 +254,5 @@ def test_a_cohort_of_all_or_none_given_is_everyone(fed: Any) -> None:
 
 def test_a_sent_value_cannot_be_the_carry_of_a_loop(fed: Any) -> None:
     sent = fed.everyone.send(1.0, "v")
-    with pytest.raises(TypeError, match="send it in the body"):
+    with pytest.raises(PlacementError, match="Send a server value inside the body"):
         fed.loop(2, lambda i, value: fed.everyone.run(Echo(), value, key=KEY), sent)

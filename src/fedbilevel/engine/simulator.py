@@ -18,7 +18,7 @@ from fedbilevel.fed.cohort import Cohort
 from fedbilevel.fed.federation import Federation, answers, choose
 from fedbilevel.fed.ledger import Counts, as_arrays, book, metering
 from fedbilevel.fed.loop import repeat, trace_once, zeros
-from fedbilevel.fed.place import At, Kept, PlacementError, Published, map_kept
+from fedbilevel.fed.place import At, Kept, PlacementError, Published, is_at, map_kept
 from fedbilevel.fed.program import Program
 from fedbilevel.problem.base import Problem
 from fedbilevel.problem.oracle import Client
@@ -88,17 +88,16 @@ class SimulatedFederation(eqx.Module, Federation):
 
     def loop(self, times: Any, body: Callable[[Any, PyTree], PyTree], carry: PyTree) -> PyTree:
         """Client values in the carry become plain arrays for the compiled loop, and client values again."""
-        examples = jax.tree.leaves(carry)
+        examples, treedef = jax.tree.flatten(carry, is_leaf=is_at)
 
         def inside(index: Any, plain: PyTree) -> PyTree:
             return self._plain(body(index, _placed(plain, treedef, examples)), examples)
 
-        plain, treedef = self._plain(carry, examples), jax.tree.structure(carry)
-        return _placed(repeat(times, inside, plain), treedef, examples)
+        return _placed(repeat(times, inside, self._plain(carry, examples)), treedef, examples)
 
     def _plain(self, carry: PyTree, examples: list[Any]) -> list[Any]:
         """The leaves of a carry, with `(value, present)` in the place of a client value."""
-        leaves = jax.tree.leaves(carry)
+        leaves = jax.tree.leaves(carry, is_leaf=is_at)
         for leaf, example in zip(leaves, examples, strict=False):
             tokens = [at.cohort if isinstance(at, At) else None for at in (leaf, example)]
             if tokens[0] != tokens[1] or (isinstance(leaf, At) and not leaf.stacked):

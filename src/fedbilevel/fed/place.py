@@ -17,7 +17,7 @@ class PlacementError(TypeError):
 class At:
     """A value on every client of one cohort. Opaque: read it with `mean`, use it in `run`.
 
-    It is no pytree, so that tree functions cannot look inside either; `fed.loop` can carry it.
+    Tree functions, and so all of JAX, refuse it likewise; only `fed.loop` can carry it.
 
     Attributes:
         value: how the engine holds it (stacked arrays, or a handle of what the clients hold).
@@ -55,7 +55,16 @@ class At:
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = _refuse
     __neg__ = __pos__ = __abs__ = __float__ = __int__ = __bool__ = __len__ = _refuse
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __array__ = __jax_array__ = _refuse
+    __array__ = _refuse
+
+
+# Registered as a node that cannot be opened: whoever flattens it gets the error that explains.
+jax.tree_util.register_pytree_node(At, At._refuse, lambda _, parts: At(parts))
+
+
+def is_at(leaf: Any) -> bool:
+    """Whether a leaf is a client value (for `is_leaf=` of tree functions)."""
+    return isinstance(leaf, At)
 
 
 class Kept(eqx.Module):
