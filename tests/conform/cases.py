@@ -16,10 +16,11 @@ CLIENTS = 3
 
 
 class Case(NamedTuple):
-    """A named experiment; `make(clients)` builds it, so that it can be made in either precision."""
+    """A named experiment, made in the precision of the moment; a variant is another setting of one above."""
 
     make: Callable[[], tuple[fb.Problem, fb.Clients]]
     algorithm: Callable[[], Any]
+    variant: bool = False
 
 
 @functools.cache
@@ -67,19 +68,22 @@ SERIES: dict[str, Any] = RATES | {"terms": 4, "smoothness": 4.0}
 
 CASES = {
     "FedNest": Case(bilevel, lambda: fb.FedNest(**SERIES, lower_rounds=2, lower_steps=2, upper_steps=2)),
-    "FedNest-sum": Case(bilevel, lambda: fb.FedNest(**SERIES, series="sum")),
-    "FedNest-cg": Case(bilevel, lambda: fb.FedNest(**RATES, terms=4, series="cg", residual=True)),
+    "FedNest-sum": Case(bilevel, lambda: fb.FedNest(**SERIES, series="sum"), variant=True),
+    "FedNest-cg": Case(
+        bilevel, lambda: fb.FedNest(**RATES, terms=4, series="cg", residual=True), variant=True
+    ),
     "FedNest-cohorts": Case(
         bilevel_batches,
         lambda: fb.FedNest(**SERIES, cohort=2, lower_epochs=1, upper_steps=(1, 2, 3), scale_by_steps=True),
+        variant=True,
     ),
     "FedNestSGD": Case(bilevel, lambda: fb.FedNestSGD(**SERIES, lower_steps=2)),
     "LFedNest": Case(bilevel, lambda: fb.LFedNest(**SERIES, lower_steps=2, upper_steps=2)),
     "LFedNestSVRG": Case(bilevel, lambda: fb.LFedNestSVRG(**SERIES, lower_steps=2)),
     "LFedNestNonAlt": Case(bilevel, lambda: fb.LFedNestNonAlt(**SERIES, lower_steps=2, lower_rounds=2)),
-    "minimax": Case(minimax, lambda: fb.FedNest(**RATES, lower_steps=2)),
-    "compositional": Case(compositional, lambda: fb.FedNest(**RATES, lower_steps=2)),
-    "single-level": Case(single_level, lambda: fb.FedNest(**RATES, upper_steps=3)),
+    "minimax": Case(minimax, lambda: fb.FedNest(**RATES, lower_steps=2), variant=True),
+    "compositional": Case(compositional, lambda: fb.FedNest(**RATES, lower_steps=2), variant=True),
+    "single-level": Case(single_level, lambda: fb.FedNest(**RATES, upper_steps=3), variant=True),
     "FedAvg": Case(single_level, lambda: fb.FedAvg(0.05, steps=3)),
     "FedAvgS": Case(minimax, lambda: fb.FedAvgS(**RATES, steps=3)),
     "every-verb": Case(bilevel, lambda: EveryVerb(0.1, cohort=2)),
