@@ -18,7 +18,7 @@ from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.place import At
 from fedbilevel.local.descent import Both, Descent, HyperDescent
 from fedbilevel.local.gradients import Assemble, LowerGradient, OwnHypergradient
-from fedbilevel.local.work import Amount, Work, check_amount
+from fedbilevel.local.work import Amount, Work, amount, check_amounts, check_count
 from fedbilevel.tree import PyTree
 
 
@@ -68,16 +68,16 @@ class FedNest(TwoVariables):
 
     upper_lr: Rate = eqx.field(converter=rate)
     lower_lr: Rate = eqx.field(converter=rate)
-    upper_steps: Amount = eqx.field(static=True, default=1)
-    lower_steps: Amount = eqx.field(static=True, default=1)
+    upper_steps: Amount = eqx.field(static=True, converter=amount, default=1)
+    lower_steps: Amount = eqx.field(static=True, converter=amount, default=1)
     lower_rounds: int = eqx.field(static=True, default=1)
     terms: int = eqx.field(static=True, default=5)
     smoothness: Any = "auto"
     series: Literal["sampled", "sum", "cg"] = eqx.field(static=True, default="sampled")
     cohort: int | None = eqx.field(static=True, default=None)
     damping: Any = 0.0
-    upper_epochs: Amount | None = eqx.field(static=True, default=None)
-    lower_epochs: Amount | None = eqx.field(static=True, default=None)
+    upper_epochs: Amount | None = eqx.field(static=True, converter=amount, default=None)
+    lower_epochs: Amount | None = eqx.field(static=True, converter=amount, default=None)
     scale_by_steps: bool = eqx.field(static=True, default=False)
     residual: bool = eqx.field(static=True, default=False)
     inner: Literal["svrg", "sgd"] = eqx.field(static=True, default="svrg")
@@ -85,10 +85,10 @@ class FedNest(TwoVariables):
     alternate: bool = eqx.field(static=True, default=True)
 
     def __check_init__(self) -> None:
-        check_amount("upper_steps", self.upper_steps)
-        check_amount("lower_steps", self.lower_steps)
-        check_amount("lower_rounds", self.lower_rounds)
-        check_amount("terms", self.terms)
+        check_amounts(self, "upper_steps", "lower_steps", "upper_epochs", "lower_epochs")
+        check_count("lower_rounds", self.lower_rounds)
+        check_count("terms", self.terms)
+        check_smoothness(self.smoothness)
         for name, options in _OPTIONS.items():
             if getattr(self, name) not in options:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(options)}")
@@ -203,6 +203,16 @@ class FedNest(TwoVariables):
     def _work(self, level: Literal["upper", "lower"]) -> Work:
         steps, epochs = getattr(self, f"{level}_steps"), getattr(self, f"{level}_epochs")
         return Work(level, steps, epochs, self.scale_by_steps)
+
+
+def check_smoothness(value: Any) -> None:
+    """Raise an error that explains unless ℓ is a positive number (or traced), or "auto"."""
+    if value == "auto" or isinstance(value, jax.Array) or (isinstance(value, float | int) and value > 0):
+        return
+    raise ValueError(
+        f"smoothness is {value!r}; it must be a positive number, an upper bound of the largest eigenvalue "
+        'of the Hessian of g in y, or "auto" to have it measured'
+    )
 
 
 _OPTIONS = {

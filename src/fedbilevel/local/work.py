@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import numpy as np
 
 from fedbilevel.data.batches import Batch
 from fedbilevel.fed.loop import repeat
@@ -68,11 +69,25 @@ def of_client(amount: Amount, id: Any) -> Any:
     return amount if isinstance(amount, int) else jnp.asarray(amount, jnp.int32)[id]
 
 
-def check_amount(name: str, amount: Any, least: int = 1) -> None:
-    """Raise an error that explains unless `amount` is a number of steps, or one for each client."""
-    numbers = amount if isinstance(amount, tuple) else (amount,)
-    if not all(isinstance(number, int) and number >= least for number in numbers) or not numbers:
-        raise ValueError(
-            f"{name} is {amount!r}; it must be a whole number of at least {least}, "
-            "or a tuple with one such number for each client"
-        )
+def amount(value: Any) -> Any:
+    """A setting as an `Amount`: lists and vectors of whole numbers become tuples, which are hashable."""
+    if isinstance(value, list | tuple | np.ndarray):
+        return tuple(int(number) if isinstance(number, np.integer) else number for number in value)
+    return int(value) if isinstance(value, np.integer) else value
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise an error that explains unless `value` is a whole number of at least 1."""
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
+
+
+def check_amounts(settings: Any, *names: str) -> None:
+    """Check the named fields of an algorithm: a number, one for each client, or None."""
+    for name in names:
+        value = getattr(settings, name)
+        if isinstance(value, tuple):
+            for client, number in enumerate(value):
+                check_count(f"{name} of client {client}", number)
+        elif value is not None:
+            check_count(name, value)

@@ -13,7 +13,7 @@ from fedbilevel.data.batches import Batch
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.program import Program
 from fedbilevel.local.descent import Descent
-from fedbilevel.local.work import Amount, Work, check_amount
+from fedbilevel.local.work import Amount, Work, amount, check_amounts
 from fedbilevel.problem.oracle import Client
 from fedbilevel.tree import PyTree, step
 
@@ -38,13 +38,13 @@ class FedAvg(TwoVariables):
 
     lr: Rate = eqx.field(converter=rate)
     level: Literal["upper", "lower"] = eqx.field(static=True, default="upper")
-    steps: Amount = eqx.field(static=True, default=1)
-    epochs: Amount | None = eqx.field(static=True, default=None)
+    steps: Amount = eqx.field(static=True, converter=amount, default=1)
+    epochs: Amount | None = eqx.field(static=True, converter=amount, default=None)
     cohort: int | None = eqx.field(static=True, default=None)
     scale_by_steps: bool = eqx.field(static=True, default=False)
 
     def __check_init__(self) -> None:
-        check_amount("steps", self.steps)
+        check_amounts(self, "steps", "epochs")
         if self.level not in ("upper", "lower"):
             raise ValueError(f'level is {self.level!r}; it must be "upper" or "lower"')
 
@@ -94,13 +94,13 @@ class FedAvgS(TwoVariables):
 
     upper_lr: Rate = eqx.field(converter=rate)
     lower_lr: Rate = eqx.field(converter=rate)
-    steps: Amount = eqx.field(static=True, default=1)
-    epochs: Amount | None = eqx.field(static=True, default=None)
+    steps: Amount = eqx.field(static=True, converter=amount, default=1)
+    epochs: Amount | None = eqx.field(static=True, converter=amount, default=None)
     cohort: int | None = eqx.field(static=True, default=None)
     scale_by_steps: bool = eqx.field(static=True, default=False)
 
     def __check_init__(self) -> None:
-        check_amount("steps", self.steps)
+        check_amounts(self, "steps", "epochs")
 
     def init(self, fed: Federation, key: jax.Array) -> Variables:
         if fed.problem.structure != "minimax":
