@@ -6,6 +6,7 @@ is tested on: an exact method must reach them to rounding, a biased one must not
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -72,23 +73,7 @@ class Quadratic(eqx.Module):
         alike: bool = False,
     ) -> Quadratic:
         """Random clients; the eigenvalues of every `A_i` lie in `curvature`, `alike` makes them equal."""
-        keys = jr.split(key, 8)
-        count = 1 if alike else clients
-
-        def normal(which: int, *shape: int) -> jax.Array:
-            return jr.normal(keys[which], (count, *shape))
-
-        parts = (
-            _positive(keys[0], count, dy, *curvature),
-            normal(1, dy, dx) / dx**0.5,
-            normal(2, dy),
-            normal(3, dy),
-            _positive(keys[4], count, dy, 0.5, 1.5),
-            coupling * normal(5, dx, dy) / dy**0.5,
-            normal(6, dx),
-            jr.uniform(keys[7], (count,), minval=0.5, maxval=1.5),
-        )
-        return cls(*(jnp.broadcast_to(p, (clients, *p.shape[1:])) for p in parts))
+        return cls(*_draw_quadratic(key, 1 if alike else clients, clients, dx, dy, curvature, coupling))
 
     # ------------------------------------------------------ as a federation
 
@@ -116,18 +101,8 @@ class Quadratic(eqx.Module):
         """
         lower = {"A": self.A, "B": self.B, "b": self.b}
         upper = {"D": self.D, "E": self.E, "c": self.c, "e": self.e, "rho": self.rho}
-        spread = {"b": 0, "c": 1, "e": 2}
-        keys = jr.split(jr.key(0) if key is None else key, len(spread))
-
-        def copies(name: str, rows: jax.Array) -> jax.Array:
-            stacked = jnp.repeat(rows[:, None], samples, axis=1)
-            if name not in spread:
-                return stacked
-            draws = noise * jr.normal(keys[spread[name]], stacked.shape)
-            return stacked + draws - jnp.mean(draws, axis=1, keepdims=True)
-
-        parts = ({name: copies(name, rows) for name, rows in part.items()} for part in (lower, upper))
-        return Clients(*parts, **options)
+        key = jr.key(0) if key is None else key
+        return Clients(*_perturbed(key, (lower, upper), samples, noise), **options)
 
     # ---------------------------------------------------------- closed forms
 
@@ -158,7 +133,7 @@ class Quadratic(eqx.Module):
 
     def solution(self) -> jax.Array:
         """`x*`: `∇h` is affine, so one linear solve finds its zero."""
-        return _zero(self.hypergradient, jnp.zeros(self.e.shape[1]))
+        return _zero(self.hypergradient, jnp.zeros_like(self.e[0]))
 
     def only(self, client: int) -> Quadratic:
         """The problem of one client alone."""
@@ -177,7 +152,7 @@ class Quadratic(eqx.Module):
 
     def own_solution(self) -> jax.Array:
         """The x at which `own_hypergradient` is zero."""
-        return _zero(self.own_hypergradient, jnp.zeros(self.e.shape[1]))
+        return _zero(self.own_hypergradient, jnp.zeros_like(self.e[0]))
 
 
 # ------------------------------------------------------------------- minimax
@@ -300,9 +275,49 @@ def _positive(key: jax.Array, count: int, d: int, low: float, high: float) -> ja
     return jnp.einsum("nij,j,nkj->nik", turns, jnp.linspace(low, high, d), turns)
 
 
+@eqx.filter_jit
 def _zero(affine: Any, like: jax.Array) -> jax.Array:
     """The zero of an affine map."""
     return jnp.linalg.solve(jax.jacobian(affine)(like), -affine(like))
+
+
+@functools.partial(jax.jit, static_argnames=("count", "clients", "dx", "dy"))
+def _draw_quadratic(
+    key: jax.Array, count: int, clients: int, dx: int, dy: int, curvature: Any, coupling: Any
+) -> tuple[jax.Array, ...]:
+    """The fields of a `Quadratic`: `count` different clients, repeated to `clients` of them."""
+    keys = jr.split(key, 8)
+
+    def normal(which: int, *shape: int) -> jax.Array:
+        return jr.normal(keys[which], (count, *shape))
+
+    parts = (
+        _positive(keys[0], count, dy, *curvature),
+        normal(1, dy, dx) / dx**0.5,
+        normal(2, dy),
+        normal(3, dy),
+        _positive(keys[4], count, dy, 0.5, 1.5),
+        coupling * normal(5, dx, dy) / dy**0.5,
+        normal(6, dx),
+        jr.uniform(keys[7], (count,), minval=0.5, maxval=1.5),
+    )
+    return tuple(jnp.broadcast_to(p, (clients, *p.shape[1:])) for p in parts)
+
+
+@functools.partial(jax.jit, static_argnames="samples")
+def _perturbed(key: jax.Array, parts: PyTree, samples: int, noise: Any) -> PyTree:
+    """`samples` copies of every client's row; those of the vectors b, c, e differ, and keep their mean."""
+    spread = ("b", "c", "e")
+    keys = jr.split(key, len(spread))
+
+    def copies(name: str, rows: jax.Array) -> jax.Array:
+        stacked = jnp.repeat(rows[:, None], samples, axis=1)
+        if name not in spread:
+            return stacked
+        draws = noise * jr.normal(keys[spread.index(name)], stacked.shape)
+        return stacked + draws - jnp.mean(draws, axis=1, keepdims=True)
+
+    return tuple({name: copies(name, rows) for name, rows in part.items()} for part in parts)
 
 
 def _fields(module: eqx.Module) -> dict[str, jax.Array]:
