@@ -7,9 +7,9 @@ without calling anything.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import importlib
-import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -30,6 +30,9 @@ DTYPES = (
     *_EXTENDED,
 )
 """The dtypes that may be written; the last few are not numpy's own."""
+
+
+_DICTS = (dict, collections.OrderedDict)
 
 
 class PortableError(TypeError):
@@ -104,17 +107,18 @@ def _pack(thing: Any, arrays: list[Array]) -> Json:
         return {"key": [str(jax.random.key_impl(thing)), _array(jax.random.key_data(thing), arrays)]}
     if isinstance(thing, np.ndarray | np.generic | jax.Array):
         return {"array": _array(thing, arrays)}
-    if isinstance(thing, list):
+    if type(thing) is list:
         return [_pack(item, arrays) for item in thing]
-    if isinstance(thing, tuple):
+    if type(thing) is tuple or (isinstance(thing, tuple) and hasattr(thing, "_fields")):
         items = [_pack(item, arrays) for item in thing]
-        return {"named": [name_of(type(thing)), items]} if hasattr(thing, "_fields") else {"tuple": items}
-    if isinstance(thing, dict):
-        return {"dict": [[_pack(k, arrays), _pack(v, arrays)] for k, v in thing.items()]}
+        return {"tuple": items} if type(thing) is tuple else {"named": [name_of(type(thing)), items]}
+    if type(thing) in _DICTS:  # an ordered one has its leaves in another order
+        tag = "dict" if type(thing) is dict else "ordered"
+        return {tag: [[_pack(k, arrays), _pack(v, arrays)] for k, v in thing.items()]}
     if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
         fields = {f.name: _pack(getattr(thing, f.name), arrays) for f in dataclasses.fields(thing)}
         return {"object": [name_of(type(thing)), fields]}
-    if isinstance(thing, type) or inspect.isroutine(thing) or callable(thing):
+    if callable(thing):
         return {"name": name_of(thing)}
     raise PortableError(
         f"a value of type {type(thing).__name__} cannot be written; "
@@ -170,14 +174,17 @@ def _read_key(content: Any, arrays: Sequence[Any], find: Callable[[str], Any]) -
     return jax.random.wrap_key_data(jnp.asarray(arrays[index]), impl=implementation)
 
 
+def _read_dict(pairs: Any, arrays: Sequence[Any], find: Callable[[str], Any]) -> Any:
+    return {_unpack(k, arrays, find): _unpack(v, arrays, find) for k, v in pairs}
+
+
 _READERS: dict[str, Callable[..., Any]] = {
     "key": _read_key,
     "array": lambda index, arrays, find: arrays[index],
     "tuple": lambda items, arrays, find: tuple(_unpack(item, arrays, find) for item in items),
     "named": _read_named,
-    "dict": lambda pairs, arrays, find: {
-        _unpack(k, arrays, find): _unpack(v, arrays, find) for k, v in pairs
-    },
+    "dict": _read_dict,
+    "ordered": lambda *content: collections.OrderedDict(_read_dict(*content)),
     "object": _read_object,
     "name": lambda name, arrays, find: find(name),
 }

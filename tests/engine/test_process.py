@@ -21,7 +21,7 @@ import pytest
 import fedbilevel as fb
 from conform.cases import CASES, distance
 from conform.every_verb import EveryVerb
-from fedbilevel.engine.remote import TooFewClientsError
+from fedbilevel.engine import TooFewClientsError
 from fedbilevel.engine.wire import decode
 from fedbilevel.portable import PortableError
 from rogue_worker import VICTIM, Average

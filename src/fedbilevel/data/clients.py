@@ -24,8 +24,8 @@ class Clients(eqx.Module):
 
     Args:
         lower: what `g` sees (training data): a list with one pytree a client, whose leaves have a
-            leading axis of samples and may differ in length between clients; or one pytree stacked
-            as `(clients, samples, ...)`.
+            leading axis of samples and may differ in length between clients; or one pytree (a dict, a
+            tuple, an array) stacked as `(clients, samples, ...)`.
         upper: what `f` sees (validation data), in the same form; default: the same as `lower`.
         batch_size: samples in a minibatch; None: every oracle call sees all of a client's samples.
         weights: `"uniform"` (as in the papers), `"size"` (by number of lower samples) or a vector:
@@ -90,9 +90,15 @@ class Clients(eqx.Module):
 def _collect(source: PyTree, batch_size: int | None, level: str) -> Samples:
     """Flat storage of a list of clients or of a stacked pytree."""
     if isinstance(source, Samples):
-        return source
-    if isinstance(source, list | tuple) and not hasattr(source, "_fields"):
-        return _from_list(list(source), batch_size, level)
+        return source if batch_size is None else _batched(source, batch_size)
+    if isinstance(source, list):
+        return _from_list(source, batch_size, level)
+    if any(isinstance(node, list) for node in jax.tree.leaves(source, is_leaf=_is_list)):
+        raise DataError(
+            f"the {level}-level data hold a list inside another structure. A list means one entry a client "
+            "and must be outermost: [client 0's tree, client 1's tree, ...]; stacked data are arrays "
+            "of shape (clients, samples, ...)."
+        )
     shapes = {jnp.shape(leaf)[:2] for leaf in jax.tree.leaves(source)}
     if len(shapes) != 1 or len(next(iter(shapes))) != 2:
         raise DataError(
@@ -102,6 +108,10 @@ def _collect(source: PyTree, batch_size: int | None, level: str) -> Samples:
     n, size = next(iter(shapes))
     flat = jax.tree.map(lambda leaf: jnp.asarray(leaf).reshape(n * size, *jnp.shape(leaf)[2:]), source)
     return _samples(flat, np.full(n, size), batch_size, level)
+
+
+def _is_list(node: Any) -> bool:
+    return isinstance(node, list)
 
 
 def _from_list(trees: list[PyTree], batch_size: int | None, level: str) -> Samples:
@@ -135,8 +145,7 @@ def _length(tree: PyTree, whose: str, level: str) -> int:
 def _samples(
     flat: PyTree, sizes: npt.NDArray[Any], batch_size: int | None, level: str, rows: Any = None
 ) -> Samples:
-    if batch_size is not None and batch_size < 1:
-        raise DataError(f"batch_size is {batch_size}; it must be at least 1, or None for full batches")
+    _check_batch_size(batch_size)
     if not len(sizes):
         raise DataError(f"the list of {level}-level data is empty; there must be at least one client")
     if not np.all(sizes > 0):
@@ -162,7 +171,15 @@ def _indexed(flat: PyTree, lists: Sequence[Any], batch_size: int | None) -> Samp
     return _samples(flat, np.array([len(r) for r in lists]), batch_size, "indexed", jnp.asarray(rows))
 
 
+def _check_batch_size(batch_size: Any) -> None:
+    if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
+        raise DataError(
+            f"batch_size is {batch_size!r}; it must be a whole number of at least 1, or None for full batches"
+        )
+
+
 def _batched(s: Samples, batch_size: int | None) -> Samples:
+    _check_batch_size(batch_size)
     return Samples(s.flat, s.start, s.size, s.rows, batch_size, s.longest, s.smallest)
 
 

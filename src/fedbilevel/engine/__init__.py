@@ -1,8 +1,7 @@
 """Where a federation runs."""
 
-from fedbilevel.engine.base import Engine
+from fedbilevel.engine.base import Engine, TooFewClientsError
 from fedbilevel.engine.process import Process
-from fedbilevel.engine.remote import TooFewClientsError
 from fedbilevel.engine.simulator import Simulator, simulate
 
 __all__ = ["Engine", "Process", "Simulator", "TooFewClientsError", "simulate"]

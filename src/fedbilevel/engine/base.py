@@ -15,6 +15,16 @@ from fedbilevel.problem.base import Problem
 from fedbilevel.tree import PyTree
 
 
+def check_dropout(dropout: float) -> None:
+    """Raise an error that explains unless `dropout` is a probability below 1."""
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout is {dropout}; it must be a probability below 1")
+
+
+class TooFewClientsError(RuntimeError):
+    """Not enough clients answered for the run to go on."""
+
+
 class Stepper(Protocol):
     """Anything that steps on a federation: the part of an algorithm that an engine knows."""
 

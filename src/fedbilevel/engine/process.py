@@ -6,20 +6,19 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from multiprocessing import Pipe
-from multiprocessing.connection import wait
 from typing import Any, Self
 
 import jax.numpy as jnp
 
 from fedbilevel.data.clients import Clients
-from fedbilevel.engine.base import Engine, Session, Stepper
+from fedbilevel.engine.base import Engine, Session, Stepper, check_dropout
 from fedbilevel.engine.remote import RemoteFederation
-from fedbilevel.engine.session import RemoteSession, agree
+from fedbilevel.engine.session import agree
 from fedbilevel.engine.wire import encode
-from fedbilevel.portable import name_of, pack
+from fedbilevel.portable import PortableError, name_of, pack
 from fedbilevel.problem.base import Problem
 
 
@@ -49,6 +48,11 @@ class Process(Engine):
         factory: Callable[[], Problem] | None = None,
         worker: str = "fedbilevel.engine.worker",
     ) -> None:
+        check_dropout(dropout)
+        if min_clients < 1 or timeout <= 0:
+            raise ValueError(
+                f"min_clients is {min_clients} and timeout is {timeout}; they must be at least 1 and above 0"
+            )
         self.min_clients, self.timeout, self.dropout = min_clients, timeout, dropout
         self.factory, self.worker = factory, worker
         self._pool: Pool | None = None
@@ -64,6 +68,12 @@ class Process(Engine):
 
     @contextlib.contextmanager
     def connect(self, problem: Problem, clients: Clients, stepper: Stepper) -> Iterator[Session]:
+        if _INSIDE in os.environ:
+            raise RuntimeError(
+                "this is a client's process, which must not start clients of its own. It runs your script to "
+                "find the functions that the script defines: put what should run once, such as the call of "
+                "`solve`, under `if __name__ == '__main__':`."
+            )
         configure = self._configuration(problem, clients, stepper)
         with contextlib.ExitStack() as stack:
             pool = self._pool or stack.enter_context(contextlib.closing(Pool(self.worker, self.timeout)))
@@ -72,7 +82,7 @@ class Process(Engine):
                 pool, problem, clients, stepper, min_clients=self.min_clients, dropout=self.dropout
             )
             agree(federation, configure)
-            yield RemoteSession(federation, stepper)
+            yield federation.compile(stepper)
 
     def _configuration(self, problem: Problem, clients: Clients, stepper: Stepper) -> Callable[[int], bytes]:
         """The message that sets a client up; made here first, so that a mistake shows before any start."""
@@ -84,7 +94,11 @@ class Process(Engine):
             "n": clients.n,
             "x64": jnp.result_type(float) == jnp.float64,
         }
-        pack(common)
+        if "'__main__:" in str(pack(common)[0]) and not _main_script():
+            raise PortableError(
+                "a function or class of a notebook or prompt cannot be found by a client's process: "
+                "put it into a module and import it from there"
+            )
         return lambda id: encode(*_configure(common | {"clients": clients.only(id), "id": id}))
 
 
@@ -95,6 +109,7 @@ class Pool:
         self.worker, self.timeout = worker, timeout
         self.processes: list[subprocess.Popen[bytes]] = []
         self.connections: list[Any] = []
+        self._threads = ThreadPoolExecutor(max_workers=1024)  # as many as there are clients, in fact
 
     @property
     def alive(self) -> set[int]:
@@ -102,8 +117,9 @@ class Pool:
 
     def grow(self, n: int) -> None:
         """Have exactly the clients `0..n−1`, starting those that are missing or dead."""
-        for client in range(n, len(self.connections)):
-            self.drop(client)
+        for client, process in enumerate(self.processes):
+            if client >= n or process.poll() is not None:
+                self.drop(client)
         del self.processes[n:], self.connections[n:]
         for client in range(n):
             if client == len(self.processes):
@@ -114,51 +130,42 @@ class Pool:
                 self.processes[client], self.connections[client] = self._start()
 
     def exchange(self, messages: dict[int, bytes], limit: int) -> dict[int, bytes | Exception]:
-        """Send each client its message and wait for all replies, at most `limit` bytes each."""
-        replies: dict[int, bytes | Exception] = {}
-        waiting: dict[Any, int] = {}
-        for client, message in messages.items():
-            connection = self.connections[client]
-            try:
-                assert connection is not None
-                connection.send_bytes(message)
-                waiting[connection] = client
-            except OSError as error:
-                replies[client] = self.drop(client, error)
-        deadline = time.monotonic() + self.timeout
-        while waiting:
-            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
-            if not ready:
-                late = TimeoutError(f"it did not answer within {self.timeout:g} s and was given up")
-                replies |= {client: self.drop(client, late) for client in waiting.values()}
-                break
-            for connection in ready:
-                client = waiting.pop(connection)
-                replies[client] = self._receive(client, connection, limit)
-        return dict(sorted(replies.items()))
+        """Send each client its message and wait for all replies, at most `limit` bytes each.
 
-    def drop(self, client: int, error: Exception | None = None) -> Exception:
-        """Give a client up: close its connection and end its process."""
-        connection, self.connections[client] = self.connections[client], None
-        if connection is not None:
-            connection.close()
-        process = self.processes[client]
+        A thread a client, so that one that does not read or write holds up nobody longer than `timeout`.
+        """
+        talks = {c: self._threads.submit(_talk, self.connections[c], m, limit) for c, m in messages.items()}
+        try:
+            wait(talks.values(), self.timeout)
+        finally:  # also when interrupted: a reply that nobody reads would be taken for the next one
+            late = [client for client, talk in talks.items() if not talk.done()]
+            for client in late:
+                self.processes[client].kill()  # which ends its thread's waiting
+        replies = {client: talk.exception() or talk.result() for client, talk in talks.items()}
+        for client in late:
+            self.drop(client)
+            replies[client] = TimeoutError(f"it did not answer within {self.timeout:g} s and was given up")
+        return {client: self._reply(client, reply) for client, reply in replies.items()}
+
+    def _reply(self, client: int, reply: Any) -> bytes | Exception:
+        broken = isinstance(reply, EOFError | OSError) and not isinstance(reply, TimeoutError)
+        return EOFError(f"its process ended with code {self.drop(client)}") if broken else reply
+
+    def drop(self, client: int) -> int:
+        """Give a client up: end its process and close the connection; returns the exit code."""
+        process, connection = self.processes[client], self.connections[client]
         process.kill()
         code = process.wait()
-        if isinstance(error, TimeoutError):
-            return error
-        return EOFError(f"its process ended with code {code}")
+        if connection is not None:
+            connection.close()
+        self.connections[client] = None
+        return code
 
     def close(self) -> None:
-        """End all clients: they stop when the connection closes."""
+        """End all clients."""
         for client in range(len(self.connections)):
             self.drop(client)
-
-    def _receive(self, client: int, connection: Any, limit: int) -> bytes | Exception:
-        try:
-            return bytes(connection.recv_bytes(limit))
-        except (EOFError, OSError) as error:
-            return self.drop(client, error)
+        self._threads.shutdown()
 
     def _start(self) -> tuple[subprocess.Popen[bytes], Any]:
         """A new client: its end of a private pair of sockets is all that it gets."""
@@ -167,6 +174,11 @@ class Pool:
             command = [sys.executable, "-m", self.worker, str(theirs.fileno()), *_main_script()]
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=_environment())
         return process, ours
+
+
+def _talk(connection: Any, message: bytes, limit: int) -> bytes:
+    connection.send_bytes(message)
+    return bytes(connection.recv_bytes(limit))
 
 
 def _configure(content: dict[str, Any]) -> tuple[Any, list[Any]]:
@@ -186,11 +198,17 @@ def _environment() -> dict[str, str]:
     own = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     if "XLA_FLAGS" not in os.environ:
         own["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
-    return dict(os.environ) | own | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    return dict(os.environ) | own | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", _INSIDE: "1"}
+
+
+_INSIDE = "FEDBILEVEL_CLIENT_PROCESS"
+"""Set in the environment of clients' processes."""
 
 
 def _main_script() -> list[str]:
-    """The user's script, if there is one: functions that it defines are named `__main__:...`."""
+    """Where a client finds what the program itself defines, named `__main__:...`; nothing for a prompt."""
     main = sys.modules.get("__main__")
-    path = getattr(main, "__file__", None)
-    return [path] if path and getattr(main, "__spec__", None) is None else []
+    spec, path = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    if spec is not None:
+        return ["-m", spec.name]
+    return [path] if path else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -46,7 +47,7 @@ def programs_of(problem: Problem, own: Clients, n: int, stepper: Stepper) -> lis
 
 def names(programs: list[Program]) -> list[str]:
     """What two ends compare before they work together: class and static settings of each program."""
-    return [repr(jax.tree.structure(program)) for program in programs]
+    return [re.sub(r" at 0x\w+", "", repr(jax.tree.structure(program))) for program in programs]
 
 
 def _as_if(own: Clients, n: int) -> Clients:

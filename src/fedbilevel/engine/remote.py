@@ -17,10 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fedbilevel.data.clients import Clients
-from fedbilevel.engine.base import Stepper
+from fedbilevel.engine.base import Session, Stepper, TooFewClientsError
 from fedbilevel.engine.handle import Numbers, Queue, Ref, spec_of
 from fedbilevel.engine.programs import programs_of
 from fedbilevel.engine.reply import Reply
+from fedbilevel.engine.session import RemoteSession
 from fedbilevel.engine.wire import WireError, encode
 from fedbilevel.fed.cohort import Cohort
 from fedbilevel.fed.federation import Federation, answers, choose
@@ -34,10 +35,6 @@ from fedbilevel.tree import PyTree, all_finite, nbytes, row
 log = logging.getLogger("fedbilevel")
 
 
-class TooFewClientsError(RuntimeError):
-    """Not enough clients answered for the run to go on."""
-
-
 class Channel(Protocol):
     """How messages reach clients: what a network engine supplies."""
 
@@ -47,6 +44,9 @@ class Channel(Protocol):
     @property
     def alive(self) -> set[int]:
         """The clients that can still be reached."""
+
+    def drop(self, client: int) -> Any:
+        """Give a client up."""
 
 
 class RemoteFederation(Federation):
@@ -87,8 +87,8 @@ class RemoteFederation(Federation):
 
     def keep(self, stacked: PyTree) -> Kept:
         ref = self.numbers.new(spec_of(row(stacked, 0)))
-        for client, queue in enumerate(self.queues):
-            queue.put(ref, row(stacked, client))
+        for client in sorted(self.channel.alive):
+            self.queues[client].put(ref, row(stacked, client))
         return Kept(ref)
 
     def stacked(self, kept: Kept) -> PyTree:
@@ -97,6 +97,9 @@ class RemoteFederation(Federation):
         if present.all():
             return rows
         return jax.tree.map(lambda leaf: leaf.at[~present].set(jnp.nan), rows)
+
+    def compile(self, algorithm: Stepper) -> Session:
+        return RemoteSession(self, algorithm)
 
     def loop(self, times: Any, body: Callable[[Any, PyTree], PyTree], carry: PyTree) -> PyTree:
         for index in range(int(times)):
@@ -139,8 +142,8 @@ class RemoteFederation(Federation):
     def flush(self, ids: Iterable[int], expected: int = 0) -> dict[int, Reply]:
         """Send the queues of these clients and wait; books what their programs spent."""
         unused = self.numbers.unused()
-        for queue in self.queues if unused else ():
-            queue.add("free", unused)
+        for client in self.channel.alive if unused else ():
+            self.queues[client].add("free", unused)
         messages = {}
         for client in ids:
             queue, self.queues[client] = self.queues[client], Queue()
@@ -188,6 +191,10 @@ class RemoteCohort(Cohort):
         self.fed, self.ids, self.token, self.size = fed, ids, token, len(ids)
         self.weights = None if fed.weights is None else fed.weights[ids]
 
+    @property
+    def reached(self) -> int:
+        return sum(int(i) in self.fed.channel.alive for i in self.ids)
+
     def _queues(self, who: Any = None) -> list[tuple[int, Queue]]:
         """The queues of those who can be reached, with their places in the cohort."""
         chosen = range(self.size) if who is None else np.flatnonzero(who)
@@ -203,9 +210,10 @@ class RemoteCohort(Cohort):
     def _read_published(self, published: Published) -> tuple[Ref, Any, int]:
         ref, holders = published.holders
         new = np.array([int(i) not in holders for i in self.ids])
-        for _, queue in self._queues(new):
+        queues = self._queues(new)
+        for _, queue in queues:
             queue.put(ref, published.value)
-        return ref, (ref, holders | {int(i) for i in self.ids}), int(new.sum())
+        return ref, (ref, holders | {int(i) for i in self.ids}), len(queues)
 
     def _deal(self, stacked: PyTree) -> Ref:
         ref = self.fed.numbers.new(spec_of(row(stacked, 0)))
@@ -221,7 +229,8 @@ class RemoteCohort(Cohort):
         settings, key_data = jax.tree.leaves(program), jax.random.key_data(key)
         place, addresses = self._place(program), [v.value.address for v in values]
         for _, queue in self._queues(present):
-            leaves = [queue.array(leaf) for leaf in settings]
+            # A Python number stays one: it takes the dtype of what it is multiplied with.
+            leaves = [s if isinstance(s, int | float) else {"array": queue.array(s)} for s in settings]
             queue.add("run", ref.number, place, leaves, queue.array(key_data), addresses)
         return self._own(ref, present=present)
 

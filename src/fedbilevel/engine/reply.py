@@ -59,8 +59,11 @@ def body_of(message: bytes | Exception) -> tuple[Json, list[Array]]:
 
 
 def _is_fair(entry: Entry, times: Any) -> bool:
-    known = entry.kind in ("call", "samples") and entry.label in (*ORACLES, "") and entry.unit == 1
-    return known and isinstance(times, int) and times >= 0
+    call = entry.kind == "call" and entry.label in ORACLES and entry.unit == 1
+    samples = (
+        entry.kind == "samples" and entry.label == "" and isinstance(entry.unit, int) and entry.unit >= 0
+    )
+    return (call or samples) and isinstance(times, int) and times >= 0
 
 
 def _text(arrays: list[tuple[Any, Any]]) -> str:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from fedbilevel.engine.base import Block, Session, Stepper
+from fedbilevel.engine.base import Block, Session, Stepper, TooFewClientsError
 from fedbilevel.engine.programs import names
-from fedbilevel.engine.remote import RemoteFederation
 from fedbilevel.engine.reply import body_of
+from fedbilevel.engine.wire import WireError
 from fedbilevel.fed.ledger import Counts, metering
 from fedbilevel.fed.place import map_kept
 from fedbilevel.tree import PyTree, all_finite
+
+if TYPE_CHECKING:
+    from fedbilevel.engine.remote import RemoteFederation
 
 
 class RemoteSession(Session):
@@ -52,18 +55,35 @@ class RemoteSession(Session):
 
 
 def agree(federation: RemoteFederation, configure: Callable[[int], bytes]) -> None:
-    """Configure every client and compare what it will run with what the server will ask for."""
+    """Configure every client and compare what it will run with what the server will ask for.
+
+    A client that cannot be set up is reported and left out of the session.
+    """
     messages = {i: configure(i) for i in sorted(federation.channel.alive)}
     expected = names(federation.programs)
     for client, message in federation.channel.exchange(messages, 1 << 24).items():
-        body, _ = body_of(message)
-        if "error" in body:
-            raise RuntimeError(f"client {client} could not be set up: {body['error']}")
-        if body["programs"] != expected:
-            raise RuntimeError(
-                f"client {client} has other programs than the server: {body['programs']} against "
-                f"{expected}; both need the same version of the algorithm"
-            )
+        try:
+            _check_agreement(body_of(message)[0], expected)
+        except WireError as error:
+            federation.report(client, f"could not be set up: {error}")
+            federation.channel.drop(client)
+    ready = len(federation.channel.alive)
+    if ready < federation.min_clients:
+        raise TooFewClientsError(
+            f"{ready} of {federation.n} clients could be set up, and min_clients is "
+            f"{federation.min_clients}. Last reports: {'; '.join(federation.failures[-3:])}"
+        )
+
+
+def _check_agreement(body: Any, expected: list[str]) -> None:
+    found = body.get("programs") if isinstance(body, dict) else None
+    if isinstance(body, dict) and "error" in body:
+        raise WireError(str(body["error"]))
+    if found != expected:
+        raise WireError(
+            f"it has other programs than the server, {found} against {expected}; "
+            "both need the same version of the algorithm"
+        )
 
 
 def _block(state: PyTree, done: int, finite: bool, records: list[tuple[Any, Counts]]) -> Block:

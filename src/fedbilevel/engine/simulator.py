@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from fedbilevel.data.clients import Clients
-from fedbilevel.engine.base import Block, Engine, Session, Stepper
+from fedbilevel.engine.base import Block, Engine, Session, Stepper, check_dropout
 from fedbilevel.fed.cohort import Cohort
 from fedbilevel.fed.federation import Federation, answers, choose
 from fedbilevel.fed.ledger import Counts, as_arrays, book, metering
@@ -42,12 +42,11 @@ class Simulator(eqx.Module, Engine):
     def __check_init__(self) -> None:
         if self.chunk is not None and self.chunk < 1:
             raise ValueError(f"chunk is {self.chunk}; it must be at least 1, or None for all at once")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout}; it must be a probability below 1")
+        check_dropout(self.dropout)
 
     @contextlib.contextmanager
     def connect(self, problem: Problem, clients: Clients, stepper: Stepper) -> Iterator[Session]:
-        yield SimulatedSession(self.federation(problem, clients), stepper)
+        yield self.federation(problem, clients).compile(stepper)
 
     def federation(self, problem: Problem, clients: Clients) -> SimulatedFederation:
         """The federation itself, for those who write their own loop around `step`."""
@@ -85,6 +84,9 @@ class SimulatedFederation(eqx.Module, Federation):
 
     def stacked(self, kept: Kept) -> PyTree:
         return kept.value
+
+    def compile(self, algorithm: Stepper) -> Session:
+        return SimulatedSession(self, algorithm)
 
     def loop(self, times: Any, body: Callable[[Any, PyTree], PyTree], carry: PyTree) -> PyTree:
         """Client values in the carry become plain arrays for the compiled loop, and client values again."""

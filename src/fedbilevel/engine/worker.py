@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -31,7 +31,7 @@ class Broken:
 class Worker:
     """One client: `answer(message) -> message`. The transport is somebody else's business."""
 
-    def __init__(self, script: str | None = None) -> None:
+    def __init__(self, script: Sequence[str] = ()) -> None:
         self.script = script
         self.store: dict[int, Any] = {}
         self.spent: dict[Entry, int] = {}
@@ -59,10 +59,12 @@ class Worker:
 
     def _named(self, name: str) -> Any:
         """What a name stands for; names of the user's script need that script, run under another name."""
-        if name.startswith("__main__:") and self.script is not None:
+        if name.startswith("__main__:") and self.script:
+            script, self.script = self.script, []
+            run = runpy.run_module if script[0] == "-m" else runpy.run_path
             module = types.ModuleType("__main__")
-            module.__dict__.update(runpy.run_path(self.script, run_name="__fedbilevel_client__"))
-            sys.modules["__main__"], self.script = module, None
+            module.__dict__.update(run(script[-1], run_name="__fedbilevel_client__"))
+            sys.modules["__main__"] = module
         return imported(name)
 
     def _configure(self, problem: Any, clients: Any, id: int, n: int, algorithm: Any, x64: bool) -> Json:
@@ -109,7 +111,7 @@ class Worker:
             self.store.pop(ref, None)
 
     def _run(
-        self, ref: int, index: int, leaves: list[int], key: int, values: list[Json], arrays: list[Array]
+        self, ref: int, index: int, leaves: list[Json], key: int, values: list[Json], arrays: list[Array]
     ) -> None:
         found = [self._find(value) for value in values]
         broken = next((value for value in found if isinstance(value, Broken)), None)
@@ -117,7 +119,7 @@ class Worker:
             self.store[ref] = broken
             return
         try:
-            settings = [jnp.asarray(arrays[leaf]) for leaf in leaves]
+            settings = [arrays[leaf["array"]] if isinstance(leaf, dict) else leaf for leaf in leaves]
             out, counts = self.compiled[index](
                 self.clients, self.id, settings, jnp.asarray(arrays[key]), *found
             )
@@ -160,10 +162,10 @@ def _on_device(leaf: Any) -> Any:
 def main(make: Callable[..., Worker] = Worker) -> None:
     """Serve the server at the other end of an inherited socket until it hangs up.
 
-    The command line names the socket's descriptor and, if there is one, the user's script.
+    The command line names the socket's descriptor and how the user's program was started, if it was.
     """
     descriptor, *script = sys.argv[1:]
-    worker = make(script=script[0] if script else None)
+    worker = make(script)
     with Connection(int(descriptor)) as server:
         try:
             while True:

@@ -35,12 +35,17 @@ class Cohort(abc.ABC):
     weights: Any
     token: str
 
+    @property
+    def reached(self) -> int:
+        """How many of its clients a message can reach: all, unless some are known to be gone."""
+        return self.size
+
     # ------------------------------------------------------------------ down
 
     def send(self, tree: PyTree, label: str) -> At:
-        """The same value to every client. Books `size` messages down."""
+        """The same value to every client. Books a message down each."""
         _check_server_value(tree, "send")
-        count(Entry("down", label, nbytes(tree)), self.size)
+        count(Entry("down", label, nbytes(tree)), self.reached)
         return self._own(self._send(tree), stacked=False)
 
     def read(self, published: Published) -> tuple[At, Published]:
@@ -50,7 +55,7 @@ class Cohort(abc.ABC):
         return self._own(value, stacked=False), Published(published.value, holders, published.label)
 
     def deal(self, stacked: PyTree, label: str) -> At:
-        """Row i of every leaf to client i of the cohort. Books `size` messages down."""
+        """Row i of every leaf to client i of the cohort. Books a message down each."""
         _check_server_value(stacked, "deal")
         for leaf in jax.tree.leaves(stacked):
             if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != self.size:
@@ -58,7 +63,7 @@ class Cohort(abc.ABC):
                     f"`deal` needs one row for each of the {self.size} clients of the cohort; "
                     f"a leaf has shape {jnp.shape(leaf)}"
                 )
-        count(Entry("down", label, _row_bytes(stacked)), self.size)
+        count(Entry("down", label, _row_bytes(stacked)), self.reached)
         return self._own(self._deal(stacked))
 
     # ----------------------------------------------------------------- there

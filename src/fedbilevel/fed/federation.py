@@ -65,6 +65,10 @@ class Federation(abc.ABC):
         """Every client's kept value as rows: to report or save a state. Not billed."""
 
     @abc.abstractmethod
+    def compile(self, algorithm: Any) -> Any:
+        """The algorithm ready to run on this federation: its `init`, and `advance` for many steps."""
+
+    @abc.abstractmethod
     def loop(self, times: Any, body: Callable[[Any, PyTree], PyTree], carry: PyTree) -> PyTree:
         """`for i in range(times): carry = body(i, carry)`; `times` may be random."""
 

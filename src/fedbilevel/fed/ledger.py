@@ -2,13 +2,14 @@
 
 Costs are booked while an algorithm is traced. A `Meter` holds the bookings of one straight-line
 block of traced code; `repeat` carries them through loops whose length may be random. Bookings are
-counts of messages; they are multiplied by the bytes of a message on the host, so no total
-overflows.
+counts of messages and calls, 32-bit within one step; they are multiplied by the bytes of a message
+and the samples of a batch on the host, and summed over steps in Python integers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -32,7 +33,6 @@ class Entry(NamedTuple):
 Counts: TypeAlias = dict[Entry, Any]
 
 ROUND = Entry("round")
-SAMPLES = Entry("samples")
 
 
 class UncountedWorkError(RuntimeError):
@@ -50,25 +50,26 @@ class Meter:
         self.counts[entry] = self.counts.get(entry, 0) + times
 
 
-_open: list[Meter] = []
+# A context variable, so that runs in several threads do not book on each other's meters.
+_open: contextvars.ContextVar[tuple[Meter, ...]] = contextvars.ContextVar("meters", default=())
 
 
 @contextlib.contextmanager
 def metering() -> Iterator[Meter]:
     """Open a meter: what is booked inside is found in its `counts`."""
     meter = Meter()
-    _open.append(meter)
+    token = _open.set((*_open.get(), meter))
     try:
         yield meter
     finally:
-        _open.pop()
+        _open.reset(token)
 
 
 def count(entry: Entry, times: Any = 1) -> None:
     """Book `times` units of `entry` on the innermost open meter (none open: nothing happens)."""
-    if not _open:
+    if not _open.get():
         return
-    meter = _open[-1]
+    meter = _open.get()[-1]
     if meter.level != get_opaque_trace_state(convention="nnx"):
         raise UncountedWorkError(
             f"{entry.label or entry.kind!r} was used inside a raw jax loop or transformation "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import inspect
+import types
 from typing import Any
 
 import equinox as eqx
@@ -46,10 +48,23 @@ def check_program(program: Any) -> None:
             "values would be traffic that nobody counts. Pass vectors through `cohort.send(...)` and "
             "settings as fields of the class, defined at the top level of a module."
         )
-    for leaf in jax.tree.leaves(program):
-        if jnp.ndim(leaf) > 0:
+    _check_settings(program, type(program).__name__)
+
+
+def _check_settings(settings: Any, name: str) -> None:
+    """Fields may hold scalars, static data and modules of these; nothing that could carry a vector."""
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            _check_settings(value, name)
+        elif isinstance(value, types.FunctionType) and (value.__closure__ or "<" in value.__qualname__):
             raise ProgramError(
-                f"the local program {type(program).__name__} has a field of shape {jnp.shape(leaf)}: "
-                "an array inside a program would be traffic that nobody counts. "
-                "Pass it through `cohort.send(value, label)` as an argument of `run`."
+                f"the field {field.name} of the local program {name} is {value!r}, which cannot be found by "
+                "name on a client's machine, and may carry values that nobody counts. "
+                "Use a function at the top level of a module."
+            )
+        elif any(jnp.ndim(leaf) > 0 for leaf in jax.tree.leaves(value) if eqx.is_array(leaf)):
+            raise ProgramError(
+                f"the local program {name} has an array in its field {field.name}: it would be traffic that "
+                "nobody counts. Pass it through `cohort.send(value, label)` as an argument of `run`."
             )

@@ -8,7 +8,7 @@ import jax
 
 from fedbilevel.data.batches import Batch, Samples
 from fedbilevel.data.clients import Clients
-from fedbilevel.fed.ledger import SAMPLES, Entry, count
+from fedbilevel.fed.ledger import Entry, count
 from fedbilevel.problem.base import Problem, objective
 from fedbilevel.tree import PyTree
 
@@ -109,4 +109,7 @@ class Client:
     def _count(self, batch: Batch, *kinds: str) -> None:
         for kind in kinds:
             count(Entry("call", kind))
-        count(SAMPLES, batch.count)
+        if isinstance(batch.count, int):  # in the unit, which is multiplied on the host and cannot overflow
+            count(Entry("samples", "", batch.count))
+        else:
+            count(Entry("samples"), batch.count)

@@ -269,7 +269,7 @@ class DistanceTo(eqx.Module):
         return jnp.linalg.norm(x - self.target)
 
 
-def _positive(key: jax.Array, count: int, d: int, low: float, high: float) -> jax.Array:
+def _positive(key: jax.Array, count: int, d: int, low: Any, high: Any) -> jax.Array:
     """Symmetric matrices with eigenvalues spread over `[low, high]`, both ends included."""
     turns, _ = jnp.linalg.qr(jr.normal(key, (count, d, d)))
     return jnp.einsum("nij,j,nkj->nik", turns, jnp.linspace(low, high, d), turns)
