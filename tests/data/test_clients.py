@@ -120,7 +120,10 @@ REFUSED = {
         "one leading shape .*For clients of unequal size pass a list",
     ),
     "flat stack": (lambda: Clients(lower=np.ones(3)), "one leading shape"),
-    "batch size 0": (lambda: Clients(lower=LISTED, batch_size=0), "batch_size is 0; it must be at least 1"),
+    "batch size 0": (
+        lambda: Clients(lower=LISTED, batch_size=0),
+        "batch_size is 0; it must be a whole number of at least 1",
+    ),
     "batch size -1": (lambda: Clients(lower=LISTED, batch_size=-1), "batch_size is -1"),
     "levels": (
         lambda: Clients(lower=LISTED, upper=LISTED[:2]),

@@ -49,14 +49,15 @@ class FedNest(TwoVariables):
         lower_steps: τ, local steps on y; likewise.
         lower_rounds: T.
         terms: N, the terms of the series or the iterations of CG.
-        smoothness: ℓ, an upper bound of the largest eigenvalue of `mean H_i`; "auto" measures it at
-            the start (`solve` does that and bills it). CG does not need it.
+        smoothness: ℓ, an upper bound of the largest eigenvalue of `mean H_i` (of every `H_i` where the
+            outer level is local); "auto" measures it at the start (`solve` does that and bills it). CG
+            does not need it.
         series: "sampled" (FedIHGP: one random term), "sum" (the truncated series) or "cg".
         cohort: clients in a round; None: all.
         damping: added to the diagonal of H when g is not strongly convex.
         upper_epochs, lower_epochs: shuffled passes over the data in the place of steps.
         scale_by_steps: client i steps with `lr/τ_i`, as the theory does.
-        residual: put `‖H u − ∇_y f‖/‖∇_y f‖` into the history, for one more exchange.
+        residual: put `‖H u − ∇_y f‖/‖∇_y f‖` into the history, for one more exchange (global adjoints).
         inner, outer, alternate: the switches of the table.
 
     Cost a step and client, everyone in the cohort, with N' products: `2d_x + (2T + N' + 2)d_y` scalars
@@ -92,6 +93,10 @@ class FedNest(TwoVariables):
         for name, options in _OPTIONS.items():
             if getattr(self, name) not in options:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(options)}")
+        if self.residual and self.outer == "local":
+            raise ValueError(
+                "residual=True needs a global adjoint: clients keep their own ones to themselves"
+            )
         if not self.alternate and (self.inner, self.outer) != ("sgd", "local"):
             raise ValueError(
                 'alternate=False needs inner="sgd" and outer="local": nothing is exchanged between'
@@ -193,6 +198,11 @@ class FedNest(TwoVariables):
     def needs_smoothness(self) -> bool:
         """Whether ℓ has still to be measured before a bilevel problem can be solved."""
         return isinstance(self.smoothness, str) and self.series != "cg"
+
+    @property
+    def inverts_own_hessians(self) -> bool:
+        """Whether ℓ must bound every client's own Hessian, not only their mean."""
+        return self.outer == "local"
 
     def _descent(self, level: Literal["upper", "lower"]) -> Descent:
         return Descent(getattr(self, f"{level}_lr"), self._work(level))

@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+from jax.flatten_util import ravel_pytree
 
 from fedbilevel.adjoint.cg import ConjugateGradients
 from fedbilevel.adjoint.lanczos import lanczos
@@ -15,7 +16,7 @@ from fedbilevel.algorithm.base import Info, TwoVariables, Variables
 from fedbilevel.algorithm.exchange import Point, global_adjoint
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.program import Program
-from fedbilevel.local.gradients import Assemble, Curvature, LowerGradient, Mixed, UpperGradient
+from fedbilevel.local.gradients import Assemble, Curvature, LowerGradient, Mixed, OwnCurvature, UpperGradient
 from fedbilevel.problem.oracle import Client
 from fedbilevel.tree import PyTree, dot, norm, normal_like, scale, size, step, sub
 
@@ -48,6 +49,19 @@ class CurvatureProbe(TwoVariables):
         return state, {"diagonal": matrix.diagonal, "off": matrix.off}
 
 
+class OwnCurvatureProbe(TwoVariables):
+    """The spectra of the clients' own H_i: one exchange, two scalars an iteration up from each client."""
+
+    iterations: int = eqx.field(static=True, default=30)
+
+    def step(self, fed: Federation, state: Variables, key: jax.Array) -> tuple[Variables, Info]:
+        everyone = fed.everyone
+        there = everyone.send(state.x, "x"), everyone.send(state.y, "y")
+        own = everyone.run(OwnCurvature(self.iterations), *there, key=key)
+        (diagonal, off), answered = everyone.gather(own, "curvature")
+        return state, {"diagonal": diagonal, "off": off, "answered": answered}
+
+
 class SpreadProbe(TwoVariables):
     """How far the clients' gradients and second-order products lie from their means, relatively.
 
@@ -76,29 +90,22 @@ class SpreadProbe(TwoVariables):
 
 
 class HypergradientProbe(TwoVariables):
-    """An accurate hypergradient at `(x, y)`, the curvature of h there, and the error of an estimator.
+    """An accurate hypergradient at `(x, y)`, as one vector, and the curvature of h there.
 
     Args:
         iterations: of conjugate gradients in each accurate solve.
         damping: added to the diagonal of H.
-        estimator: an algorithm with `hypergradient(fed, x, y, key)`; None: no comparison.
-        draws: how many of its estimates are compared.
         turns: power iterations for the curvature of h.
     """
 
     iterations: int = eqx.field(static=True, default=50)
     damping: Any = 0.0
-    estimator: Any = None
-    draws: int = eqx.field(static=True, default=8)
     turns: int = eqx.field(static=True, default=3)
 
     def step(self, fed: Federation, state: Variables, key: jax.Array) -> tuple[Variables, Info]:
-        k_batch, k_draws = jr.split(key)
-        h, info = self._accurate(fed, state, k_batch)
-        info["upper_curvature"] = self._curvature(fed, state, h, k_batch)
-        if self.estimator is not None:
-            info |= self._errors(fed, state, h, k_draws)
-        return state, info | {"hypergradient_norm": norm(h)}
+        h, info = self._accurate(fed, state, key)
+        bend = self._curvature(fed, state, h, key)
+        return state, info | {"upper_curvature": bend, "hypergradient": ravel_pytree(h)[0]}
 
     def _solver(self) -> ConjugateGradients:
         return ConjugateGradients(self.iterations, self.damping)
@@ -138,17 +145,33 @@ class HypergradientProbe(TwoVariables):
         dy = self._solver().solve(product, change, point, key, fed.loop).u
         return Variables(x, step(at.y, -1, dy))
 
-    def _errors(self, fed: Federation, at: Variables, h: PyTree, key: jax.Array) -> Info:
-        """Root mean square and bias of the estimator's draws, relative to `‖h‖`."""
+
+class EstimatorProbe(TwoVariables):
+    """How far a method's draws of the hypergradient at `(x, y)` lie from an accurate one.
+
+    Args:
+        estimator: an algorithm with `hypergradient(fed, x, y, key)`.
+        accurate: the accurate hypergradient, as one vector.
+        draws: how many of its estimates are compared.
+    """
+
+    estimator: Any
+    accurate: jax.Array
+    draws: int = eqx.field(static=True, default=8)
+
+    def step(self, fed: Federation, state: Variables, key: jax.Array) -> tuple[Variables, Info]:
+        """Root mean square and bias of the draws, relative to the accurate one."""
 
         def draw(index: Any, carry: Any) -> Any:
             total, square = carry
-            gap = sub(self.estimator.hypergradient(fed, at.x, at.y, jr.fold_in(key, index)), h)
-            return step(total, -1, gap), square + dot(gap, gap)
+            found = self.estimator.hypergradient(fed, state.x, state.y, jr.fold_in(key, index))
+            gap = ravel_pytree(found)[0] - self.accurate
+            return total + gap, square + dot(gap, gap)
 
-        start = scale(0, h), jnp.zeros((), norm(h).dtype)
+        start = jnp.zeros_like(self.accurate), jnp.zeros((), self.accurate.dtype)
         total, square = fed.loop(self.draws, draw, start)
-        return {
-            "estimator_error": jnp.sqrt(square / self.draws) / norm(h),
-            "estimator_bias": norm(total) / self.draws / norm(h),
+        length = norm(self.accurate)
+        return state, {
+            "estimator_error": jnp.sqrt(square / self.draws) / length,
+            "estimator_bias": norm(total) / self.draws / length,
         }

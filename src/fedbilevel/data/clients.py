@@ -62,6 +62,11 @@ class Clients(eqx.Module):
         """How many clients there are."""
         return len(self.lower.size)
 
+    @property
+    def has_weightless(self) -> bool:
+        """Whether some client weighs nothing in a mean."""
+        return self.weights is not None and not np.all(np.asarray(self.weights) > 0)
+
     @classmethod
     def indexed(
         cls,

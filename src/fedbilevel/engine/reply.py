@@ -60,10 +60,9 @@ def body_of(message: bytes | Exception) -> tuple[Json, list[Array]]:
 
 def _is_fair(entry: Entry, times: Any) -> bool:
     call = entry.kind == "call" and entry.label in ORACLES and entry.unit == 1
-    samples = (
-        entry.kind == "samples" and entry.label == "" and isinstance(entry.unit, int) and entry.unit >= 0
-    )
-    return (call or samples) and isinstance(times, int) and times >= 0
+    samples = entry.kind == "samples" and entry.label == ""
+    numbers: tuple[Any, ...] = (entry.unit, times)
+    return (call or samples) and all(isinstance(n, int) and n >= 0 for n in numbers)
 
 
 def _text(arrays: list[tuple[Any, Any]]) -> str:

@@ -12,13 +12,19 @@ import numpy as np
 
 from fedbilevel.adjoint.lanczos import Spectrum, Tridiagonal, spectrum
 from fedbilevel.algorithm.base import Algorithm, Variables
-from fedbilevel.algorithm.probe import CurvatureProbe, HypergradientProbe, SpreadProbe
+from fedbilevel.algorithm.probe import (
+    CurvatureProbe,
+    EstimatorProbe,
+    HypergradientProbe,
+    OwnCurvatureProbe,
+    SpreadProbe,
+)
 from fedbilevel.data.clients import Clients
 from fedbilevel.engine.base import Engine
 from fedbilevel.engine.simulator import Simulator
 from fedbilevel.fed.ledger import Ledger
 from fedbilevel.problem.base import Problem
-from fedbilevel.tree import PyTree
+from fedbilevel.tree import PyTree, all_finite
 
 _MARGIN = 1.1
 """ℓ is set so much above the measured curvature, because it moves while y does."""
@@ -105,7 +111,10 @@ def diagnose(
     engine: Engine | None = None,
     seed: int = 0,
 ) -> Diagnosis:
-    """Measure a problem at `(x, y)` and suggest settings. Uses all of the clients' data in each product.
+    """Measure a problem at `(x, y)` and suggest settings.
+
+    Every measurement uses all of the clients' data, but for the algorithm's own hypergradient, which is
+    drawn as a run would draw it: from minibatches and cohorts.
 
     Args:
         problem, clients: what is solved, on which data.
@@ -118,20 +127,51 @@ def diagnose(
     """
     if problem.structure == "single_level":
         raise ValueError("a single-level problem has no lower level to diagnose")
-    ask = _Asker(engine or Simulator(), _at(problem, x, y), clients.whole(), seed)
-    ends = _ends(ask(CurvatureProbe(iterations)))
-    spread = {name: float(value) for name, value in ask(SpreadProbe()).items()}
+    point = problem.at(x, y)
+    if not bool(all_finite((point.x0, point.y0))):
+        raise ValueError("x or y holds a NaN or an infinity: diagnose where the run was still finite")
+    point.check(clients)
+    ask = _Asker(engine or Simulator(), point, seed)
+    ends = _ends(ask(CurvatureProbe(iterations), clients.whole()))
+    if ends.high == ends.low == 0:
+        raise ValueError("g has no curvature in y here: it is linear in y, so it has no minimum to find")
+    spread = ask(SpreadProbe(), clients.whole())
     damping = 0.0 if ends.low > 0 else -ends.low + ends.low_error + 0.01 * abs(ends.high)
-    deep: dict[str, Any] = {}
-    if problem.structure != "minimax":
-        deep = ask(HypergradientProbe(iterations, damping, estimator_of(algorithm, ends)))
+    deep = _hypergradient(ask, clients, iterations, damping, algorithm)
+    return _diagnosis(ends, spread, damping, deep, tolerance, ask.ledger)
+
+
+def _hypergradient(
+    ask: _Asker, clients: Clients, iterations: int, damping: float, algorithm: Any
+) -> dict[str, Any]:
+    """An accurate hypergradient on all data, and a method's estimates of it on its own batches."""
+    if ask.problem.structure == "minimax":
+        return {}
+    deep = ask(HypergradientProbe(iterations, damping), clients.whole())
+    if not hasattr(algorithm, "hypergradient"):
+        return deep
+    if algorithm.needs_smoothness:
+        value, cost = measured_smoothness(ask.engine, ask.problem, clients, 0, algorithm)
+        algorithm, ask.ledger = with_smoothness(algorithm, value), ask.ledger + cost
+    return deep | ask(EstimatorProbe(algorithm, deep["hypergradient"]), clients)
+
+
+def _diagnosis(
+    ends: Spectrum,
+    spread: dict[str, Any],
+    damping: float,
+    deep: dict[str, Any],
+    tolerance: float,
+    ledger: Ledger,
+) -> Diagnosis:
     bend = float(deep.get("upper_curvature", 0))
     terms, cg_terms = _terms(ends, damping, tolerance)
+    length = float(np.linalg.norm(deep["hypergradient"])) if deep else None
     return Diagnosis(
         lambda_max=ends.high,
         lambda_min=ends.low,
         spectrum=ends,
-        spread=spread,
+        spread={name: float(value) for name, value in spread.items()},
         smoothness=_safe_bound(ends),
         damping=damping,
         lower_lr=1 / (_safe_bound(ends) + damping),
@@ -139,19 +179,27 @@ def diagnose(
         terms=terms,
         cg_terms=cg_terms,
         residual=_number(deep, "adjoint_residual"),
-        hypergradient_norm=_number(deep, "hypergradient_norm"),
+        hypergradient_norm=length,
         estimator_error=_number(deep, "estimator_error"),
         estimator_bias=_number(deep, "estimator_bias"),
-        ledger=ask.ledger,
+        ledger=ledger,
     )
 
 
 def measured_smoothness(
-    engine: Engine, problem: Problem, clients: Clients, seed: int
+    engine: Engine, problem: Problem, clients: Clients, seed: int, algorithm: Any
 ) -> tuple[float, Ledger]:
-    """ℓ as measured where the problem starts, and what that cost."""
-    ask = _Asker(engine, problem, clients.whole(), seed)
-    return _safe_bound(_ends(ask(CurvatureProbe()))), ask.ledger
+    """ℓ as measured where the problem starts, and what that cost.
+
+    It bounds the mean Hessian, or every client's own where the method inverts those.
+    """
+    ask = _Asker(engine, problem, seed)
+    if not algorithm.inverts_own_hessians:
+        return _safe_bound(_ends(ask(CurvatureProbe(), clients.whole()))), ask.ledger
+    found = ask(OwnCurvatureProbe(), clients.whole())
+    matrices = zip(found["diagonal"], found["off"], found["answered"], strict=True)
+    bounds = [_safe_bound(spectrum(Tridiagonal(d, o))) for d, o, answered in matrices if answered]
+    return max(bounds), ask.ledger
 
 
 def with_smoothness(algorithm: Any, value: float) -> Any:
@@ -159,30 +207,19 @@ def with_smoothness(algorithm: Any, value: float) -> Any:
     return eqx.tree_at(lambda a: a.smoothness, algorithm, value)
 
 
-def estimator_of(algorithm: Any, ends: Spectrum) -> Any:
-    """The algorithm to compare, with its smoothness known; None if it estimates no hypergradient."""
-    if not hasattr(algorithm, "hypergradient"):
-        return None
-    return with_smoothness(algorithm, _safe_bound(ends)) if algorithm.needs_smoothness else algorithm
-
-
 class _Asker:
-    """Runs one-step algorithms at a point and adds up what they cost."""
+    """Runs one-step algorithms at the point where a problem starts, and adds up what they cost."""
 
-    def __init__(self, engine: Engine, problem: Problem, clients: Clients, seed: int) -> None:
-        self.engine, self.problem, self.clients, self.key = engine, problem, clients, jr.key(seed)
+    def __init__(self, engine: Engine, problem: Problem, seed: int) -> None:
+        self.engine, self.problem, self.key = engine, problem, jr.key(seed)
         self.ledger = Ledger()
 
-    def __call__(self, probe: Algorithm[Variables]) -> dict[str, Any]:
-        with self.engine.connect(self.problem, self.clients, probe) as session:
+    def __call__(self, probe: Algorithm[Variables], clients: Clients) -> dict[str, Any]:
+        with self.engine.connect(self.problem, clients, probe) as session:
             state, _ = session.init(self.key)
             block = session.advance(state, self.key, 0, 1, 1)
         self.ledger = self.ledger + Ledger.from_counts(block.counts)
         return {name: np.asarray(values)[0] for name, values in block.info.items()}
-
-
-def _at(problem: Problem, x: PyTree, y: PyTree) -> Problem:
-    return eqx.tree_at(lambda p: (p.x0, p.y0), problem, (x, y), is_leaf=lambda leaf: leaf is None)
 
 
 def _ends(info: dict[str, Any]) -> Spectrum:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 from rich.console import Console
@@ -72,7 +73,7 @@ def solve(
 
     A NaN or overflow ends the run with `diverged=True` and the last finite state.
     """
-    _check(problem, clients, steps, every)
+    _check(problem, clients, algorithm, steps, every)
     if start is not None:
         _check_start(problem, clients, algorithm, start)
     seed = (0 if start is None else start.seed) if seed is None else seed
@@ -83,7 +84,7 @@ def solve(
         smoothness = None if start is None else start.smoothness
         if getattr(algorithm, "needs_smoothness", False) and problem.structure == "bilevel":
             if smoothness is None:
-                smoothness, cost = measured_smoothness(where, problem, clients, seed)
+                smoothness, cost = measured_smoothness(where, problem, clients, seed, algorithm)
                 spent = spent + cost
             algorithm = with_smoothness(algorithm, smoothness)
         session = stack.enter_context(where.connect(problem, clients, algorithm))
@@ -122,7 +123,8 @@ class _Run:
         k_init, self.key = jr.split(jr.key(seed))
         self.step, self.diverged, self.stopped = 0, False, False
         self.rows: list[Row] = []
-        self.notes: dict[str, None] = {}
+        self.trouble: dict[str, float] = {}
+        self.earlier = start
         if start is None:
             self.state, counts = session.init(k_init)
             self.ledger = self.ledger + Ledger.from_counts(counts)
@@ -130,12 +132,13 @@ class _Run:
         else:
             self.state = map_kept(lambda kept: session.federation.keep(kept.value), start.state)
             self.step, self.rows = start.steps, list(start.history)
-            self.notes = dict.fromkeys(start.notes)
 
     def go(self, steps: int, every: int, tick: Callable[[int], None]) -> None:
         last = self.step + steps
+        room = min(every, max(steps, 1024))  # so that fewer steps than `every` compile nothing new
         while self.step < last and not (self.diverged or self.stopped):
-            block = self.session.advance(self.state, self.key, self.step, min(every, last - self.step), every)
+            now = min(every, last - self.step)
+            block = self.session.advance(self.state, self.key, self.step, now, room)
             self._take(block)
             tick(block.done)
 
@@ -144,7 +147,9 @@ class _Run:
         self.step += block.done
         self.ledger = self.ledger + Ledger.from_counts(block.counts)
         info = {name: np.asarray(values)[: block.done] for name, values in block.info.items()}
-        self.notes |= dict.fromkeys(_suspicions(info))
+        for kind, worst in _suspicions(info).items():
+            pick = min if kind == "curvature" else max
+            self.trouble[kind] = pick(self.trouble.get(kind, worst), worst)
         self._evaluate({name: float(values[-1]) for name, values in info.items() if len(values)})
 
     def _evaluate(self, info: Row) -> None:
@@ -160,8 +165,10 @@ class _Run:
         return map_kept(self.session.federation.stacked, x), map_kept(self.session.federation.stacked, y)
 
     def result(self) -> Result:
-        for note in self.notes:
+        notes = tuple(_NOTES[kind].format(worst) for kind, worst in self.trouble.items())
+        for note in notes:
             warnings.warn(note, AdjointWarning, stacklevel=3)
+        before = ((), ()) if self.earlier is None else (self.earlier.failures, self.earlier.notes)
         x, y = self._solution()
         state = map_kept(lambda kept: Kept(self.session.federation.stacked(kept)), self.state)
         return Result(
@@ -173,41 +180,68 @@ class _Run:
             self.step,
             self.seed,
             state,
-            tuple(self.session.failures),
-            tuple(self.notes),
+            (*before[0], *self.session.failures),
+            (*before[1], *notes),
             self.smoothness,
         )
 
 
 @eqx.filter_jit
 def _metrics(problem: Problem, x: PyTree, y: PyTree) -> dict[str, jax.Array]:
-    return {name: metric(x, y) for name, metric in problem.metrics.items()}
+    values = {}
+    for name, metric in problem.metrics.items():
+        try:
+            values[name] = jnp.asarray(metric(x, y)).reshape(())
+        except (TypeError, ValueError, jax.errors.JAXTypeError) as error:
+            raise ValueError(
+                f"the metric {name!r} must be a JAX function of (x, y) that returns one number; it failed "
+                f"with {type(error).__name__}: {error}"
+            ) from error
+    return values
 
 
-def _suspicions(info: dict[str, Any]) -> list[str]:
-    """What the adjoint's reports say, in words."""
-    notes = []
-    growth = info.get("adjoint_growth", np.zeros(1))
-    if np.any(growth > 1 + 1e-3):
-        notes.append(
-            f"a term of the Neumann series grew (by {np.max(growth):.3g}): ‖I − H/ℓ‖ > 1, so the series "
-            "cannot converge. Raise `smoothness` above the largest eigenvalue of H, or add `damping` if H "
-            'has negative eigenvalues; `fedbilevel.diagnose` measures both, `smoothness="auto"` the first.'
-        )
-    curvature = info.get("adjoint_curvature", np.ones(1))
-    if np.any(curvature <= 0):
-        notes.append(
-            f"conjugate gradients met negative curvature ({np.min(curvature):.3g}): g is not strongly convex "
-            "in y there. Add `damping` above the most negative eigenvalue; `fedbilevel.diagnose` measures it."
-        )
-    return notes
+_NOTES = {
+    "growth": (
+        "a term of the Neumann series grew (by {:.3g} at worst): ‖I − H/ℓ‖ > 1, so the series cannot "
+        "converge. Raise `smoothness` above the largest eigenvalue of H, or add `damping` if H has negative "
+        'eigenvalues; `fedbilevel.diagnose` measures both, `smoothness="auto"` the first.'
+    ),
+    "curvature": (
+        "conjugate gradients met negative curvature ({:.3g} at worst): g is not strongly convex in y there. "
+        "Add `damping` above the most negative eigenvalue; `fedbilevel.diagnose` measures it."
+    ),
+}
 
 
-def _check(problem: Problem, clients: Clients, steps: int, every: int | None) -> None:
+def _suspicions(info: dict[str, Any]) -> dict[str, float]:
+    """What the adjoint's reports say of some steps: a kind of trouble and its worst number."""
+    growth = np.max(info.get("adjoint_growth", 0.0), initial=0.0)
+    curvature = np.min(info.get("adjoint_curvature", 1.0), initial=1.0)
+    found = {"growth": float(growth)} if growth > 1 + 1e-3 else {}
+    return found | ({"curvature": float(curvature)} if curvature <= 0 else {})
+
+
+def _check(problem: Problem, clients: Clients, algorithm: Any, steps: int, every: int | None) -> None:
+    kinds = (
+        ("problem", problem, Problem),
+        ("clients", clients, Clients),
+        ("algorithm", algorithm, Algorithm),
+    )
+    for name, value, kind in kinds:
+        if not isinstance(value, kind):
+            raise TypeError(
+                f"`{name}` is {repr(value)[:80]}; it must be a {kind.__name__}. "
+                "The call is solve(problem, clients, algorithm, steps)."
+            )
     if steps < 0 or (every is not None and every < 1):
         raise ValueError(f"steps is {steps} and every is {every}; they must be at least 0 and 1")
     if not bool(all_finite((problem.x0, problem.y0))):
         raise ValueError("x0 or y0 holds a NaN or an infinity: a run cannot start there")
+    taken = sorted({*Ledger().columns(), "step"} & set(problem.metrics))
+    if taken:
+        raise ValueError(f"the metrics {taken} have the names of columns that every history has; rename them")
+    if getattr(algorithm, "cohort", None) is not None and clients.has_weightless:
+        raise ValueError("a sampled cohort may consist of clients of weight 0 alone; leave such clients out")
     problem.check(clients)
 
 

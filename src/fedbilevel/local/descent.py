@@ -10,6 +10,7 @@ import jax.random as jr
 from fedbilevel.adjoint.base import Adjoint
 from fedbilevel.adjoint.hypergradient import own_hypergradient
 from fedbilevel.data.batches import Batch
+from fedbilevel.fed.loop import repeat
 from fedbilevel.fed.program import Program
 from fedbilevel.local.work import Work
 from fedbilevel.problem.oracle import Client
@@ -81,6 +82,5 @@ class Both(Program):
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
         x, y = values
-        for round in range(self.rounds):
-            y = self.inner(me.rekeyed(round), x, y)
+        y = repeat(self.rounds, lambda t, y: self.inner(me.rekeyed(t), x, y), y)
         return self.outer(me.rekeyed(self.rounds), x, y), y

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import equinox as eqx
 import jax.random as jr
 
 from fedbilevel.adjoint.base import Adjoint
 from fedbilevel.adjoint.hypergradient import own_hypergradient
+from fedbilevel.adjoint.lanczos import lanczos
+from fedbilevel.fed.loop import repeat
 from fedbilevel.fed.program import Program
 from fedbilevel.problem.oracle import Client
-from fedbilevel.tree import PyTree, sub
+from fedbilevel.tree import PyTree, normal_like, size, sub
 
 
 class LowerGradient(Program):
@@ -55,6 +58,23 @@ class Assemble(Program):
         if not u:
             return f_x
         return sub(f_x, me.g_xy(x, y, u[0], me.batch("lower", k_lower)))
+
+
+class OwnCurvature(Program):
+    """`(x, y) ↦` the Lanczos matrix of the client's own H_i: two numbers an iteration."""
+
+    iterations: int = eqx.field(static=True)
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        x, y = values
+        k_batch, k_start = jr.split(me.key)
+        zeta = me.batch("lower", k_batch)
+
+        def product(index: Any, v: PyTree, memo: PyTree) -> tuple[PyTree, PyTree]:
+            return me.g_yy(x, y, v, zeta), memo
+
+        count = min(self.iterations, size(y))
+        return tuple(lanczos(product, normal_like(k_start, y), (), count, repeat)[0])
 
 
 class OwnHypergradient(Program):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from fedbilevel.data.batches import Batch, weighted
+from fedbilevel.data.batches import Batch, Samples, weighted
 from fedbilevel.data.clients import Clients
 from fedbilevel.problem.constraint import Anywhere
 from fedbilevel.tree import PyTree, sub
@@ -65,27 +65,40 @@ class Problem(eqx.Module):
     ) -> None:
         self.upper, self.lower = upper, lower
         self.x0, self.y0 = jax.tree.map(_float_array, (x0, y0))
+        if structure not in get_args(Structure):
+            raise ProblemError(f"structure is {structure!r}; it must be one of {get_args(Structure)}")
         self.metrics = dict(metrics or {})
         self.constraint = Anywhere() if constraint is None else constraint
         self.structure = structure
 
+    def at(self, x: PyTree, y: PyTree) -> Problem:
+        """The same problem, started elsewhere."""
+        return Problem(self.upper, self.lower, x, y, self.metrics, self.constraint, self.structure)
+
     def check(self, clients: Clients) -> None:
         """Raise an error that explains if f or g does not give a scalar on these data."""
-        key = jax.random.key(0)
-        for name, function, samples in (
-            ("upper", self.upper, clients.upper),
-            ("lower", self.lower, clients.lower),
-        ):
-            value = jax.eval_shape(function, self.x0, self.y0, samples.batch(0, key).samples)
-            if (
-                not hasattr(value, "shape")
-                or value.shape != ()
-                or not jnp.issubdtype(value.dtype, jnp.floating)
-            ):
-                raise ProblemError(
-                    f"the {name} objective must return one real number, the mean over the samples; "
-                    f"it returned {value}. Did you forget `jnp.mean`?"
-                )
+        self._check_objective("upper", self.upper, clients.upper)
+        self._check_objective("lower", self.lower, clients.lower)
+
+    def _check_objective(self, level: str, function: Objective, samples: Samples) -> None:
+        batch = samples.batch(0, jax.random.key(0)).samples
+        try:
+            value = jax.eval_shape(function, self.x0, self.y0, batch)
+        except Exception as error:  # whatever the user's function raises
+            shapes = ", ".join(
+                f"{name} {jax.tree.map(jnp.shape, tree)}"
+                for name, tree in (("x", self.x0), ("y", self.y0), ("samples", batch))
+            )
+            raise ProblemError(
+                f"the {level} objective failed on a batch of {level}-level data: {type(error).__name__}: "
+                f"{error}\nIt was called as {level}(x, y, samples) with the shapes {shapes}. Check that x0, "
+                "y0 and the data have the structure that it expects."
+            ) from error
+        if getattr(value, "shape", None) != () or not jnp.issubdtype(value.dtype, jnp.floating):
+            raise ProblemError(
+                f"the {level} objective must return one real number, the mean over the samples; "
+                f"it returned {value}. Did you forget `jnp.mean`?"
+            )
 
 
 def minimax(f: Objective, x0: PyTree, y0: PyTree, **options: Any) -> Problem:
@@ -171,5 +184,11 @@ def objective(problem: Problem, level: str, x: PyTree, y: PyTree, batch: Batch) 
 
 def _float_array(leaf: Any) -> jax.Array:
     """A real array of a fixed type: a weak one would turn into another after the first step."""
-    dtype = jnp.result_type(leaf)
-    return jnp.asarray(leaf, dtype if jnp.issubdtype(dtype, jnp.inexact) else float)
+    try:
+        dtype = jnp.result_type(leaf)
+        return jnp.asarray(leaf, dtype if jnp.issubdtype(dtype, jnp.inexact) else float)
+    except (TypeError, ValueError):
+        raise ProblemError(
+            f"x0 and y0 must be pytrees of numbers; one leaf is {leaf!r}. Separate the arrays of a model "
+            "from its functions first, for example with `equinox.partition(model, equinox.is_inexact_array)`."
+        ) from None

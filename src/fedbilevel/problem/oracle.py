@@ -29,7 +29,7 @@ class Client:
         self.problem, self.id, self.key = problem, id, key
         self._clients, self._place = clients, place
 
-    def rekeyed(self, stage: int) -> Client:
+    def rekeyed(self, stage: Any) -> Client:
         """This client with a key of its own for one stage of a longer program."""
         key = jax.random.fold_in(self.key, stage)
         return Client(self.problem, self._clients, self._place, self.id, key)
