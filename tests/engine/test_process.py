@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -155,6 +156,104 @@ def test_clients_forget_what_is_no_longer_used(processes: fb.Process) -> None:
     assert sizes[-1] == sizes[2] > 0
 
 
+def test_interrupted_exchange_leaves_no_stale_replies(processes: fb.Process) -> None:
+    """An interrupt that reaches the server alone: the next run must not read the answers of this one."""
+
+    def interrupted(exchange: Any, messages: dict[int, bytes], limit: int) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            if "commands" in decode(messages[0])[0]:
+                patch.setattr("fedbilevel.engine.process.wait", _interrupt)
+            return exchange(messages, limit)
+
+    with intercepted(processes, interrupted), pytest.raises(KeyboardInterrupt):
+        averaged("none", processes)
+    np.testing.assert_allclose(averaged("none", processes).x, 5.0, rtol=1e-6)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_client_that_died_between_two_runs_is_started_again(processes: fb.Process) -> None:
+    averaged("none", processes)
+    victim = processes._pool.processes[VICTIM]
+    os.kill(victim.pid, signal.SIGKILL)
+    victim.wait()
+    result = averaged("none", processes)
+    np.testing.assert_allclose(result.x, 5.0, rtol=1e-6)
+    assert not result.failures
+
+
+def test_client_that_does_not_even_read_is_given_up(
+    processes: fb.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped process with a message too large for the socket's buffer."""
+    averaged("none", processes)
+    monkeypatch.setattr(processes._pool, "timeout", 3.0)
+    os.kill(processes._pool.processes[VICTIM].pid, signal.SIGSTOP)
+    problem = fb.single_level(total, jnp.zeros(1_000_000))
+    result = fb.solve(problem, fb.Clients(jnp.zeros((3, 1, 3))), Average("none"), 1, engine=processes)
+    np.testing.assert_allclose(result.x[0], 2.0)
+    assert "did not answer within 3 s" in result.failures[0]
+
+
+def total(x: jax.Array, samples: jax.Array) -> jax.Array:
+    return jnp.sum(x) + jnp.mean(samples)
+
+
+def test_nothing_is_billed_or_queued_for_the_dead(processes: fb.Process) -> None:
+    problem = fb.single_level(distance, jnp.zeros(3))
+    clients = fb.Clients(jnp.zeros((3, 1, 3)))
+    with processes.connect(problem, clients, Average("die")) as session:
+        state, _ = session.init(jax.random.key(0))
+        blocks = [session.advance(state, jax.random.key(0), step, 1, 1) for step in range(4)]
+        down = [fb.Ledger.from_counts(block.counts).down["x"] for block in blocks]
+        assert down == [36, 24, 24, 24]
+        assert not session.federation.queues[VICTIM].commands  # type: ignore[attr-defined]
+
+
+def test_set_up_that_fails_everywhere_says_why() -> None:
+    with pytest.raises(
+        TooFewClientsError, match=r"0 of 2 clients could be set up.*client 0: could not be set up"
+    ):
+        fb.solve(
+            fb.single_level(distance, jnp.zeros(3)),
+            fb.Clients(jnp.zeros((2, 1, 3))),
+            fb.FedAvg(0.1),
+            1,
+            engine=fb.Process(worker="no_such_module"),
+        )
+
+
+def test_an_ordered_dict_keeps_its_order(processes: fb.Process) -> None:
+    """Its leaves are in the order of insertion, a dict's in that of its keys."""
+    x0 = OrderedDict(b=jnp.zeros(2), a=jnp.ones(2))
+    problem, clients = fb.single_level(ordered_loss, x0), fb.Clients(jnp.ones((3, 1, 2)))
+    remote = fb.solve(problem, clients, fb.FedAvg(0.1), 3, engine=processes)
+    local = fb.solve(problem, clients, fb.FedAvg(0.1), 3)
+    for name in x0:
+        np.testing.assert_allclose(remote.x[name], local.x[name], rtol=1e-6)
+
+
+def ordered_loss(x: Any, samples: jax.Array) -> jax.Array:
+    return jnp.mean((x["a"] - 2 * samples) ** 2) + jnp.mean((x["b"] + samples) ** 2)
+
+
+def test_settings_take_the_dtype_of_the_variables(processes: fb.Process) -> None:
+    """float32 variables stay so in a float64 session, on both engines."""
+    with jax.enable_x64(True):
+        problem = fb.single_level(distance, jnp.zeros(3, jnp.float32))
+        clients = fb.Clients(jnp.ones((3, 1, 3), jnp.float32))
+        for engine in (processes, "simulator"):
+            assert fb.solve(problem, clients, fb.FedAvg(0.1), 2, engine=engine).x.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("options", [{"dropout": 1.5}, {"min_clients": 0}, {"timeout": 0.0}])
+def test_settings_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        fb.Process(**options)
+
+
 # ------------------------------------------------------------ what may travel
 
 
@@ -200,6 +299,21 @@ def test_a_script_can_use_its_own_functions(tmp_path: pathlib.Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == pytest.approx(2.0)
+
+
+def test_a_script_without_a_guard_is_told_so(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import jax.numpy as jnp, fedbilevel as fb\n"
+        "def loss(x, samples): return jnp.mean((x - samples) ** 2)\n"
+        "clients = fb.Clients(jnp.array([[[1.0]]]))\n"
+        "fb.solve(fb.single_level(loss, jnp.zeros(1)), clients, fb.FedAvg(0.5), 3, engine='process')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode != 0
+    assert "if __name__ == '__main__':" in done.stderr
 
 
 def _search(pattern: str, line: str) -> bool:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from multiprocessing import Pipe
 from typing import Any, Self
 
@@ -138,14 +138,20 @@ class Pool:
         try:
             wait(talks.values(), self.timeout)
         finally:  # also when interrupted: a reply that nobody reads would be taken for the next one
-            late = [client for client, talk in talks.items() if not talk.done()]
-            for client in late:
-                self.processes[client].kill()  # which ends its thread's waiting
+            late = self._give_up(talks)
         replies = {client: talk.exception() or talk.result() for client, talk in talks.items()}
-        for client in late:
-            self.drop(client)
-            replies[client] = TimeoutError(f"it did not answer within {self.timeout:g} s and was given up")
+        too_late = TimeoutError(f"it did not answer within {self.timeout:g} s and was given up")
+        replies |= dict.fromkeys(late, too_late)
         return {client: self._reply(client, reply) for client, reply in replies.items()}
+
+    def _give_up(self, talks: dict[int, Future[bytes]]) -> list[int]:
+        """Drop the clients that have not answered yet."""
+        late = [client for client, talk in talks.items() if not talk.done()]
+        for client in late:
+            self.processes[client].kill()
+            talks[client].exception()  # its thread sees the end of the process and ends too
+            self.drop(client)
+        return late
 
     def _reply(self, client: int, reply: Any) -> bytes | Exception:
         broken = isinstance(reply, EOFError | OSError) and not isinstance(reply, TimeoutError)

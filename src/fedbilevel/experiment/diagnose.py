@@ -21,7 +21,7 @@ from fedbilevel.algorithm.probe import (
 )
 from fedbilevel.data.clients import Clients
 from fedbilevel.engine.base import Engine
-from fedbilevel.engine.simulator import Simulator
+from fedbilevel.experiment.engines import opened
 from fedbilevel.fed.ledger import Ledger
 from fedbilevel.problem.base import Problem
 from fedbilevel.tree import PyTree, all_finite
@@ -44,8 +44,8 @@ class Diagnosis:
         upper_lr: suggested step size for x, one over the measured curvature of h; None if not measured.
         terms: suggested number of terms of the Neumann series for the tolerance.
         cg_terms: suggested number of CG iterations for the tolerance.
-        residual: `‖H u − ∇_y f‖/‖∇_y f‖` of the accurate solve; None if not measured.
-        hypergradient_norm: norm of the accurate hypergradient; None if not measured.
+        residual: `‖H u − ∇_y f‖/‖∇_y f‖` of the accurate solve; None for minimax, which needs none.
+        hypergradient_norm: norm of the accurate hypergradient.
         estimator_error, estimator_bias: of the given algorithm's hypergradient against the accurate
             one: root mean square of its draws, and their mean; relative; None if none was given.
         ledger: what the measurement cost.
@@ -62,7 +62,7 @@ class Diagnosis:
     terms: int
     cg_terms: int
     residual: float | None
-    hypergradient_norm: float | None
+    hypergradient_norm: float
     estimator_error: float | None
     estimator_bias: float | None
     ledger: Ledger
@@ -86,11 +86,9 @@ class Diagnosis:
         if self.damping:
             lines[-1] += f", damping={self.damping:.4g}"
             lines.append("g is not strongly convex in y here: without damping the adjoint has no meaning")
+        lines.append(f"accurate hypergradient: norm {self.hypergradient_norm:.4g}")
         if self.residual is not None:
-            lines.append(
-                f"accurate adjoint: residual {self.residual:.2g}, "
-                f"hypergradient norm {self.hypergradient_norm:.4g}"
-            )
+            lines[-1] += f", adjoint residual {self.residual:.2g}"
         if self.estimator_error is not None:
             lines.append(
                 f"the given method's hypergradient: error {self.estimator_error:.2g}, "
@@ -108,7 +106,7 @@ def diagnose(
     algorithm: Algorithm[Any] | None = None,
     tolerance: float = 1e-2,
     iterations: int = 50,
-    engine: Engine | None = None,
+    engine: str | Engine = "simulator",
     seed: int = 0,
 ) -> Diagnosis:
     """Measure a problem at `(x, y)` and suggest settings.
@@ -122,7 +120,7 @@ def diagnose(
         algorithm: if it has a `hypergradient` (FedNest and its variants do), its error is measured.
         tolerance: relative accuracy that the suggested numbers of terms should reach.
         iterations: of the Lanczos process and of conjugate gradients.
-        engine: where it runs; default: a simulator.
+        engine: "simulator", "process", or an engine object.
         seed: of the random directions.
     """
     if problem.structure == "single_level":
@@ -131,13 +129,14 @@ def diagnose(
     if not bool(all_finite((point.x0, point.y0))):
         raise ValueError("x or y holds a NaN or an infinity: diagnose where the run was still finite")
     point.check(clients)
-    ask = _Asker(engine or Simulator(), point, seed)
-    ends = _ends(ask(CurvatureProbe(iterations), clients.whole()))
-    if ends.high == ends.low == 0:
-        raise ValueError("g has no curvature in y here: it is linear in y, so it has no minimum to find")
-    spread = ask(SpreadProbe(), clients.whole())
-    damping = 0.0 if ends.low > 0 else -ends.low + ends.low_error + 0.01 * abs(ends.high)
-    deep = _hypergradient(ask, clients, iterations, damping, algorithm)
+    with opened(engine) as where:
+        ask = _Asker(where, point, seed)
+        ends = _ends(ask(CurvatureProbe(iterations), clients.whole()))
+        if ends.high == ends.low == 0:
+            raise ValueError("g has no curvature in y here: it is linear in y and has no minimum")
+        spread = ask(SpreadProbe(), clients.whole())
+        damping = 0.0 if ends.low > 0 else -ends.low + ends.low_error + 0.01 * abs(ends.high)
+        deep = _hypergradient(ask, clients, iterations, damping, algorithm)
     return _diagnosis(ends, spread, damping, deep, tolerance, ask.ledger)
 
 
@@ -145,12 +144,10 @@ def _hypergradient(
     ask: _Asker, clients: Clients, iterations: int, damping: float, algorithm: Any
 ) -> dict[str, Any]:
     """An accurate hypergradient on all data, and a method's estimates of it on its own batches."""
-    if ask.problem.structure == "minimax":
-        return {}
     deep = ask(HypergradientProbe(iterations, damping), clients.whole())
     if not hasattr(algorithm, "hypergradient"):
         return deep
-    if algorithm.needs_smoothness:
+    if algorithm.needs_smoothness and ask.problem.structure == "bilevel":
         value, cost = measured_smoothness(ask.engine, ask.problem, clients, 0, algorithm)
         algorithm, ask.ledger = with_smoothness(algorithm, value), ask.ledger + cost
     return deep | ask(EstimatorProbe(algorithm, deep["hypergradient"]), clients)
@@ -166,7 +163,6 @@ def _diagnosis(
 ) -> Diagnosis:
     bend = float(deep.get("upper_curvature", 0))
     terms, cg_terms = _terms(ends, damping, tolerance)
-    length = float(np.linalg.norm(deep["hypergradient"])) if deep else None
     return Diagnosis(
         lambda_max=ends.high,
         lambda_min=ends.low,
@@ -179,7 +175,7 @@ def _diagnosis(
         terms=terms,
         cg_terms=cg_terms,
         residual=_number(deep, "adjoint_residual"),
-        hypergradient_norm=length,
+        hypergradient_norm=float(np.linalg.norm(deep["hypergradient"])),
         estimator_error=_number(deep, "estimator_error"),
         estimator_bias=_number(deep, "estimator_bias"),
         ledger=ledger,

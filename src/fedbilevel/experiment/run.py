@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -20,16 +19,14 @@ from rich.progress import Progress
 from fedbilevel.algorithm.base import Algorithm
 from fedbilevel.data.clients import Clients
 from fedbilevel.engine.base import Block, Engine, Session
-from fedbilevel.engine.process import Process
 from fedbilevel.engine.simulator import Simulator
 from fedbilevel.experiment.diagnose import measured_smoothness, with_smoothness
+from fedbilevel.experiment.engines import opened
 from fedbilevel.experiment.record import History, Result, Row
 from fedbilevel.fed.ledger import Ledger
 from fedbilevel.fed.place import Kept, map_kept
 from fedbilevel.problem.base import Problem
 from fedbilevel.tree import PyTree, all_finite
-
-ENGINES: Mapping[str, Callable[[], Engine]] = {"simulator": Simulator, "process": Process}
 
 
 class AdjointWarning(UserWarning):
@@ -79,8 +76,7 @@ def solve(
     seed = (0 if start is None else start.seed) if seed is None else seed
     spent = Ledger() if start is None else start.ledger
     with contextlib.ExitStack() as stack:
-        # An engine by name lives as long as this call; an engine object is its owner's.
-        where = engine if isinstance(engine, Engine) else stack.enter_context(engine_of(engine))
+        where = stack.enter_context(opened(engine))
         smoothness = None if start is None else start.smoothness
         if getattr(algorithm, "needs_smoothness", False) and problem.structure == "bilevel":
             if smoothness is None:
@@ -92,15 +88,6 @@ def solve(
         run = _Run(problem, algorithm, session, seed, spent, callback, start, smoothness)
         run.go(steps, every or max(1, -(-steps // 20)), tick)
         return run.result()
-
-
-def engine_of(engine: str) -> Engine:
-    """A new engine, by name."""
-    if engine not in ENGINES:
-        near = difflib.get_close_matches(str(engine), ENGINES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"there is no engine {engine!r}; the engines are {', '.join(ENGINES)}{hint}")
-    return ENGINES[engine]()
 
 
 class _Run:
@@ -264,6 +251,3 @@ def _bar(progress: bool | None, steps: int) -> Iterator[Callable[[int], None]]:
     with Progress(console=console, disable=not shown) as bar:
         task = bar.add_task("steps", total=steps)
         yield lambda done: bar.advance(task, done)
-
-
-__all__ = ["ENGINES", "AdjointWarning", "Evaluation", "engine_of", "solve"]

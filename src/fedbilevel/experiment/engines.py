@@ -1,0 +1,32 @@
+"""Engines by name."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+
+from fedbilevel.engine.base import Engine
+from fedbilevel.engine.process import Process
+from fedbilevel.engine.simulator import Simulator
+
+ENGINES: Mapping[str, Callable[[], Engine]] = {"simulator": Simulator, "process": Process}
+
+
+def engine_of(engine: str) -> Engine:
+    """A new engine, by name."""
+    if engine not in ENGINES:
+        near = difflib.get_close_matches(str(engine), ENGINES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"there is no engine {engine!r}; the engines are {', '.join(ENGINES)}{hint}")
+    return ENGINES[engine]()
+
+
+@contextlib.contextmanager
+def opened(engine: str | Engine) -> Iterator[Engine]:
+    """An engine by name, which lives as long as the `with` block; or an engine object, its owner's."""
+    if isinstance(engine, Engine):
+        yield engine
+    else:
+        with engine_of(engine) as own:
+            yield own

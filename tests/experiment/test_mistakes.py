@@ -1,0 +1,222 @@
+"""What a user sees after a typical mistake: what was seen, why it is wrong, what to do."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.data import DataError
+from fedbilevel.experiment import AdjointWarning
+from fedbilevel.fed import Program, ProgramError
+from fedbilevel.problem import ProblemError
+
+
+def upper(x: Any, y: Any, samples: Any) -> Any:
+    return jnp.mean((samples @ y) ** 2) + jnp.sum(x**2)
+
+
+def lower(x: Any, y: Any, samples: Any) -> Any:
+    return upper(x, y, samples) + jnp.sum((y - x) ** 2)
+
+
+DATA = np.ones((2, 3, 4), np.float32)
+METHOD = fb.FedNest(0.1, 0.1, series="cg", terms=2)
+
+
+def solve(problem: Any = None, clients: Any = None, algorithm: Any = METHOD, **options: Any) -> Any:
+    problem = fb.Problem(upper, lower, jnp.zeros(4), jnp.zeros(4)) if problem is None else problem
+    return fb.solve(problem, fb.Clients(DATA) if clients is None else clients, algorithm, 1, **options)
+
+
+MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
+    "y0 of a wrong shape": (
+        lambda: solve(fb.Problem(upper, lower, jnp.zeros(4), jnp.zeros(5))),
+        ProblemError,
+        r"upper objective failed.*upper\(x, y, samples\) with the shapes x \(4,\), y \(5,\)",
+    ),
+    "y0 of a wrong structure": (
+        lambda: solve(fb.Problem(upper, lower, jnp.zeros(4), {"w": jnp.zeros(4)})),
+        ProblemError,
+        "structure that it expects",
+    ),
+    "no number in y0": (
+        lambda: fb.Problem(upper, lower, jnp.zeros(4), {"w": jnp.tanh}),
+        ProblemError,
+        "equinox.partition",
+    ),
+    "structure": (
+        lambda: fb.Problem(upper, lower, 0.0, 0.0, structure="minmax"),  # type: ignore[arg-type]
+        ProblemError,
+        "minmax.*minimax",
+    ),
+    "problem and clients exchanged": (
+        lambda: fb.solve(fb.Clients(DATA), 0, METHOD, 1),  # type: ignore[arg-type]
+        TypeError,
+        r"`problem` is .*solve\(problem, clients, algorithm, steps\)",
+    ),
+    "data in the place of clients": (lambda: solve(clients=[DATA]), TypeError, "must be a Clients"),
+    "class in the place of a method": (lambda: solve(algorithm=fb.FedNest), TypeError, "must be a Algorithm"),
+    "step size as text": (lambda: fb.FedAvg("0.1"), ValueError, "step size is '0.1'"),
+    "negative step size": (lambda: fb.FedAvg(-0.1), ValueError, "at least 0"),
+    "vector as metric": (
+        lambda: solve(fb.Problem(upper, lower, jnp.zeros(4), jnp.zeros(4), metrics={"m": lambda x, y: x})),
+        ValueError,
+        "metric 'm' must be a JAX function",
+    ),
+    "numpy in a metric": (
+        lambda: solve(
+            fb.Problem(
+                upper, lower, jnp.zeros(4), jnp.zeros(4), metrics={"m": lambda x, y: np.max(np.asarray(x))}
+            )
+        ),
+        ValueError,
+        "metric 'm' must be a JAX function",
+    ),
+    "metric named like a column": (
+        lambda: solve(
+            fb.Problem(upper, lower, jnp.zeros(4), jnp.zeros(4), metrics={"rounds": lambda x, y: 0.0})
+        ),
+        ValueError,
+        "rounds.*rename",
+    ),
+    "list inside stacked data": (lambda: fb.Clients({"a": [DATA[0], DATA[1]]}), DataError, "outermost"),
+    "batch size of a fraction": (lambda: fb.Clients(DATA, batch_size=2.5), DataError, "whole number"),  # type: ignore[arg-type]
+    "weightless clients in a sampled cohort": (
+        lambda: solve(clients=fb.Clients(DATA, weights=[1.0, 0.0]), algorithm=fb.FedNest(0.1, 0.1, cohort=1)),
+        ValueError,
+        "weight 0",
+    ),
+    "residual of a local method": (
+        lambda: fb.LFedNest(0.1, 0.1, residual=True),
+        ValueError,
+        "global adjoint",
+    ),
+    "diagnosis of a linear lower level": (
+        lambda: fb.diagnose(
+            fb.Problem(
+                upper, lambda x, y, s: jnp.sum(y) * jnp.sum(x) + 0 * jnp.sum(s), jnp.zeros(4), jnp.zeros(4)
+            ),
+            fb.Clients(DATA),
+            jnp.zeros(4),
+            jnp.zeros(4),
+        ),
+        ValueError,
+        "no curvature",
+    ),
+    "diagnosis of NaN": (
+        lambda: fb.diagnose(
+            fb.Problem(upper, lower, jnp.zeros(4), jnp.zeros(4)),
+            fb.Clients(DATA),
+            jnp.full(4, jnp.nan),
+            jnp.zeros(4),
+        ),
+        ValueError,
+        "NaN",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_gets_an_error_that_explains(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without the type checker of the tests, which a user does not have.
+    monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)
+    use, kind, message = MISTAKES[name]
+    with pytest.raises(kind, match=f"(?s){message}"):
+        use()
+
+
+class Smuggle(Program):
+    function: Any = eqx.field(static=True)
+
+    def __call__(self, me: Any, *values: Any) -> Any:
+        return self.function(values[0])
+
+
+def test_a_closure_in_a_field_is_refused() -> None:
+    secret = jnp.ones(4)
+    fed = fb.Simulator().federation(fb.Problem(upper, lower, jnp.zeros(4), jnp.zeros(4)), fb.Clients(DATA))
+    everyone = fed.everyone
+    with pytest.raises(ProgramError, match=r"field function.*cannot be found by name"):
+        everyone.run(Smuggle(lambda x: x + secret), everyone.send(0.0, "x"), key=jax.random.key(0))
+    everyone.run(Smuggle(jnp.sin), everyone.send(0.0, "x"), key=jax.random.key(0))
+
+
+def test_a_tuple_is_a_tree_and_a_list_is_the_clients() -> None:
+    features, targets = np.zeros((5, 3, 2)), np.zeros((5, 3))
+    assert fb.Clients((features, targets)).n == 5
+    assert fb.Clients([(features[0], targets[0]), (features[1], targets[1])]).n == 2
+
+
+def test_runs_in_several_threads_keep_their_own_books() -> None:
+    results: list[Any] = []
+    problem = fb.single_level(lambda x, samples: jnp.mean((x - samples) ** 2), jnp.zeros(4))
+
+    def run() -> None:
+        results.append(fb.solve(problem, fb.Clients(DATA), fb.FedAvg(0.1), 3))
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 3
+    assert all(result.ledger == results[0].ledger for result in results)
+
+
+def test_a_billion_samples_in_a_step_are_counted() -> None:
+    """2 clients × 1,000 steps × a batch of 2,000,000 repeated samples: more than 32 bits hold."""
+    problem = fb.single_level(lambda x, samples: x**2 + 0 * samples[0], 0.0)
+    clients = fb.Clients(jnp.zeros((2, 2_000_000), jnp.int8))
+    assert fb.solve(problem, clients, fb.FedAvg(1e-6, steps=1000), 1).ledger.samples == 4_000_000_000
+
+
+def test_one_kind_of_trouble_is_one_note() -> None:
+    problem = fb.Problem(upper, lower, jnp.ones(4), jnp.ones(4))
+    method = fb.FedNest(1e-3, 1e-3, series="sum", terms=3, smoothness=0.1)
+    with pytest.warns(AdjointWarning) as caught:
+        result = fb.solve(problem, fb.Clients(DATA), method, 3, every=1)
+    assert len(result.notes) == len(caught) == 1
+
+
+# ------------------------------------------------- clients that differ in curvature
+
+
+def tilted(x: Any, y: Any, samples: Any) -> Any:
+    """Each client is steep along an axis of its own, so the mean is much flatter than any of them."""
+    return jnp.mean(jnp.sum(samples * y**2, -1)) / 2 - jnp.sum(x * y)
+
+
+def test_local_methods_measure_the_clients_own_curvature() -> None:
+    problem = fb.Problem(upper_of_y, tilted, jnp.ones(3), jnp.zeros(3))
+    clients = fb.Clients((jnp.ones((3, 3)) + 9 * jnp.eye(3))[:, None])
+    settings: dict[str, Any] = {"upper_lr": 0.01, "lower_lr": 0.05, "series": "sum", "terms": 3}
+    own = fb.solve(problem, clients, fb.LFedNest(**settings), 1).smoothness
+    mean = fb.solve(problem, clients, fb.FedNest(**settings), 1).smoothness
+    assert own is not None
+    assert mean is not None
+    assert mean >= 4.0 * (1 - 1e-5), "the mean Hessian is 4 I"
+    assert 10.0 * (1 - 1e-5) <= own <= 12.0
+
+
+def upper_of_y(x: Any, y: Any, samples: Any) -> Any:
+    return jnp.sum((y - 1) ** 2) + 0.1 * jnp.sum(x**2) + 0 * jnp.mean(samples)
+
+
+def test_diagnosis_draws_estimates_as_a_run_would() -> None:
+    """With one sample a batch the noise of the batches is part of the error."""
+    quadratic = fb.Quadratic.random(jax.random.key(0), 3, 3, 4)
+    problem, method = quadratic.problem(), fb.FedNest(0.1, 0.1, series="cg", terms=4)
+    errors = {}
+    for size in (1, None):
+        clients = quadratic.clients(samples=4, noise=1.0, batch_size=size)
+        errors[size] = fb.diagnose(problem, clients, problem.x0, problem.y0, algorithm=method).estimator_error
+    assert errors[1] is not None
+    assert errors[1] > 0.05
+    assert errors[None] == pytest.approx(0, abs=1e-4)
