@@ -34,6 +34,8 @@ class Simulator(eqx.Module, Engine):
         chunk: how many clients are computed at once; None: all of a cohort (`vmap`). A small number
             saves memory, and on CPU 1 makes convolutions with per-client weights faster.
         dropout: probability that a client does not answer after a local computation.
+
+    A NaN of one client makes the mean NaN and ends the run as diverged (`Process` leaves that client out).
     """
 
     chunk: int | None = eqx.field(static=True, default=None)

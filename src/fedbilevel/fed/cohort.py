@@ -124,7 +124,8 @@ class Cohort(abc.ABC):
     def push(self, value: At, links: Links, label: str, *, key: jax.Array | None = None) -> At:
         """Client to client: `out_i = Σ_j W_ij in_j`. Books a message an edge, one round.
 
-        A client that has no value sends nothing: its column of W is as good as zero.
+        A client that has no value sends nothing: its column of W is as good as zero. A random network
+        draws its weights from `key`, which must then be a new one in every round.
         """
         self._check_mine(value)
         weights = links.weights(jax.random.key(0) if key is None else key, self.size)
