@@ -31,8 +31,9 @@ class FedNest(TwoVariables):
         u ← FedIHGP(x, y)                      N' or N products mean H_i v
         x ← FedOut(x, y, u)                    h = mean (∇_x f_i − J_i u);  τ local SVRG steps on x
 
-    Minimax problems need no adjoint (and bill `∇_y f` as g_y, since g = −f); compositional ones have H = I, so the adjoint is one exchange;
-    single-level ones have no y. The other methods of the family are switches of this one:
+    Minimax problems need no adjoint (and bill `∇_y f` as g_y, since g = −f); compositional ones have
+    H = I, so the adjoint is one exchange; single-level ones have no y. The other methods of the family
+    are switches of this one:
 
     | method         | inner  | outer    | alternate | exchanges a step |
     |----------------|--------|----------|-----------|------------------|
