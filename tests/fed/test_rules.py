@@ -256,3 +256,8 @@ def test_a_sent_value_cannot_be_the_carry_of_a_loop(fed: Any) -> None:
     sent = fed.everyone.send(1.0, "v")
     with pytest.raises(PlacementError, match="Send a server value inside the body"):
         fed.loop(2, lambda i, value: fed.everyone.run(Echo(), value, key=KEY), sent)
+
+
+def test_a_loop_that_changes_the_structure_of_its_carry_is_refused(fed: Any) -> None:
+    with pytest.raises(TypeError, match="must return what it got"):
+        fed.loop(2, lambda i, pair: [pair[1], pair[0]], (1.0, 2.0))

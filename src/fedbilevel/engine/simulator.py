@@ -95,14 +95,18 @@ class SimulatedFederation(eqx.Module, Federation):
         examples, treedef = jax.tree.flatten(carry, is_leaf=is_at)
 
         def inside(index: Any, plain: PyTree) -> PyTree:
-            return self._plain(body(index, _placed(plain, treedef, examples)), examples)
+            new = body(index, _placed(plain, treedef, examples))
+            found: Any = jax.tree.structure(new, is_leaf=is_at)
+            if found != treedef:
+                raise TypeError(f"the body of a loop must return what it got, {treedef}; it returned {found}")
+            return self._plain(new, examples)
 
         return _placed(repeat(times, inside, self._plain(carry, examples)), treedef, examples)
 
     def _plain(self, carry: PyTree, examples: list[Any]) -> list[Any]:
         """The leaves of a carry, with `(value, present)` in the place of a client value."""
         leaves = jax.tree.leaves(carry, is_leaf=is_at)
-        for leaf, example in zip(leaves, examples, strict=False):
+        for leaf, example in zip(leaves, examples, strict=True):
             tokens = [at.cohort if isinstance(at, At) else None for at in (leaf, example)]
             if tokens[0] != tokens[1] or (isinstance(leaf, At) and not leaf.stacked):
                 raise PlacementError(
