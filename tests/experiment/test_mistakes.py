@@ -93,11 +93,6 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "weight 0",
     ),
-    "residual of a local method": (
-        lambda: fb.LFedNest(0.1, 0.1, residual=True),
-        ValueError,
-        "global adjoint",
-    ),
     "diagnosis of a linear lower level": (
         lambda: fb.diagnose(
             fb.Problem(
@@ -203,6 +198,24 @@ def test_local_methods_measure_the_clients_own_curvature() -> None:
     assert mean is not None
     assert mean >= 4.0 * (1 - 1e-5), "the mean Hessian is 4 I"
     assert 10.0 * (1 - 1e-5) <= own <= 12.0
+
+
+@pytest.mark.parametrize("method", [fb.LFedNest, fb.LFedNestNonAlt])
+def test_local_adjoints_that_fail_are_reported_on_request(method: Any) -> None:
+    """A third of the clients have an eigenvalue above 2ℓ; the report costs two scalars a client."""
+    problem = fb.Problem(upper_of_y, tilted, jnp.ones(3), jnp.zeros(3))
+    clients = fb.Clients(jnp.array([[[1.0, 1.0, 1.0]], [[1.0, 1.0, 2.0]], [[1.0, 1.0, 10.0]]]))
+    settings: dict[str, Any] = {"upper_lr": 1e-3, "lower_lr": 1e-2, "series": "sum", "terms": 6}
+    with pytest.warns(AdjointWarning, match="33% of the clients"):
+        bad = fb.solve(problem, clients, method(**settings, smoothness=3.0, residual=True), 2)
+    good = fb.solve(problem, clients, method(**settings, smoothness=11.0, damping=50.0, residual=True), 2)
+    plain = fb.solve(problem, clients, method(**settings, smoothness=11.0, damping=50.0), 2)
+    assert bad.history[-1]["adjoint_failed"] == pytest.approx(1 / 3)
+    assert good.history[-1]["adjoint_failed"] == 0
+    assert 0 < good.history[-1]["adjoint_residual"] < 0.1 < bad.history[-1]["adjoint_residual"]
+    assert good.ledger.bytes - plain.ledger.bytes == 2 * 3 * 2 * 4
+    assert good.ledger.calls["g_yy"] - plain.ledger.calls["g_yy"] == 2 * 3
+    np.testing.assert_allclose(good.x, plain.x, rtol=1e-6)
 
 
 def upper_of_y(x: Any, y: Any, samples: Any) -> Any:

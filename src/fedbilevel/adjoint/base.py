@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 
 from fedbilevel.tree import PyTree, add, scale
 
@@ -20,6 +21,10 @@ Product: TypeAlias = Callable[[Any, PyTree, PyTree], tuple[PyTree, PyTree]]
 
 Loop: TypeAlias = Callable[[Any, Callable[[Any, PyTree], PyTree], PyTree], PyTree]
 """`(times, body, carry) -> carry`: `fed.loop` on the server, `repeat` in a local program."""
+
+
+GROWTH = 1 + 1e-3
+"""A term that grows by more than rounding explains belongs to a series that cannot converge."""
 
 
 class Solved(NamedTuple):
@@ -53,6 +58,12 @@ class Adjoint(eqx.Module):
     @abc.abstractmethod
     def one_operator(self) -> bool:
         """Whether all products of a solve must be with one symmetric H (one cohort, one batch)."""
+
+
+def failed(report: dict[str, jax.Array]) -> jax.Array:
+    """Whether a solve's report says that it cannot be trusted."""
+    growth = report.get("adjoint_growth", jnp.zeros(()))
+    return (growth > GROWTH) | (report.get("adjoint_curvature", jnp.ones(())) <= 0)
 
 
 def damped(product: Product, damping: Any) -> Product:

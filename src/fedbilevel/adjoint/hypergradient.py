@@ -7,11 +7,14 @@ from typing import Any
 import jax
 import jax.random as jr
 
-from fedbilevel.adjoint.base import Adjoint
+from fedbilevel.adjoint.base import Adjoint, damped, failed
 from fedbilevel.data.batches import Batch
 from fedbilevel.fed.loop import repeat
 from fedbilevel.problem.oracle import Client
-from fedbilevel.tree import PyTree, sub
+from fedbilevel.tree import PyTree, norm, sub
+
+_LAST = 1 << 30
+"""The number of a product behind all those of a solve: it draws a batch of its own."""
 
 
 def own_hypergradient(
@@ -23,7 +26,8 @@ def own_hypergradient(
     *,
     key: jax.Array,
     series_key: jax.Array,
-) -> PyTree:
+    residual: bool = False,
+) -> tuple[PyTree, dict[str, jax.Array]]:
     """`∇_x f_i(x, y) − J_i u` with `H_i u ≈ ∇_y f_i(x, y)`, all of it the client's own.
 
     Without an adjoint (minimax, single level) it is `∇_x f_i`. Cost: f_x, f_y, one g_xy and the
@@ -37,9 +41,14 @@ def own_hypergradient(
         key: draws the lower-level batches: a fresh one for every product, unless the adjoint needs one
             operator.
         series_key: draws the number of terms of a sampled series.
+        residual: report on the solve too, for one more product.
+
+    Returns:
+        the hypergradient, and the report: `adjoint_residual`, and `adjoint_failed`, 1 if the series
+        cannot converge or H_i is not positive definite.
     """
     if adjoint is None:
-        return me.f_x(x, y, xi)
+        return me.f_x(x, y, xi), {}
     k_products, k_mixed = jr.split(key)
     f_x, f_y = me.f_x_and_y(x, y, xi)
 
@@ -47,5 +56,10 @@ def own_hypergradient(
         own = k_products if adjoint.one_operator else jr.fold_in(k_products, index)
         return me.g_yy(x, y, v, me.batch("lower", own)), memo
 
-    u = adjoint.solve(product, f_y, (), series_key, repeat).u
-    return sub(f_x, me.g_xy(x, y, u, me.batch("lower", k_mixed)))
+    u, _, found = adjoint.solve(product, f_y, (), series_key, repeat)
+    h = sub(f_x, me.g_xy(x, y, u, me.batch("lower", k_mixed)))
+    if not residual:
+        return h, {}
+    hu, _ = damped(product, adjoint.damping)(_LAST, u, ())
+    gap = norm(sub(hu, f_y)) / norm(f_y)
+    return h, {"adjoint_residual": gap, "adjoint_failed": failed(found).astype(gap.dtype)}

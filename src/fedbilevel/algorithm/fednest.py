@@ -58,7 +58,10 @@ class FedNest(TwoVariables):
         damping: added to the diagonal of H when g is not strongly convex.
         upper_epochs, lower_epochs: shuffled passes over the data in the place of steps.
         scale_by_steps: client i steps with `lr/τ_i`, as the theory does.
-        residual: put `‖H u − ∇_y f‖/‖∇_y f‖` into the history, for one more exchange (global adjoints).
+        residual: put `adjoint_residual`, `‖H u − ∇_y f‖/‖∇_y f‖`, into the history, for one more exchange.
+            Where the outer level is local it is the mean of the clients' own, with `adjoint_failed`, the
+            share of clients whose series cannot converge or whose Hessian is not positive definite, for
+            one more product a step and two more scalars up.
         inner, outer, alternate: the switches of the table.
 
     Cost a step and client, everyone in the cohort, with N' products: `2d_x + (2T + N' + 2)d_y` scalars
@@ -94,10 +97,6 @@ class FedNest(TwoVariables):
         for name, options in _OPTIONS.items():
             if getattr(self, name) not in options:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(options)}")
-        if self.residual and self.outer == "local":
-            raise ValueError(
-                "residual=True needs a global adjoint: clients keep their own ones to themselves"
-            )
         if not self.alternate and (self.inner, self.outer) != ("sgd", "local"):
             raise ValueError(
                 'alternate=False needs inner="sgd" and outer="local": nothing is exchanged between'
@@ -109,7 +108,7 @@ class FedNest(TwoVariables):
         k_cohort, k_inner, k_outer = jr.split(key, 3)
         cohort = fed.cohort(k_cohort, self.cohort)
         if not self.alternate and fed.problem.structure != "single_level":
-            return self._both_at_once(fed, cohort, state, k_inner), {}
+            return self._both_at_once(fed, cohort, state, k_inner)
         x_there, x_note = cohort.read(fed.publish(state.x, "x"))
         y = state.y
         if fed.problem.structure != "single_level":
@@ -140,7 +139,8 @@ class FedNest(TwoVariables):
         k_hyper, k_steps = jr.split(key)
         if self.outer == "local":
             x, y, _ = point.read(cohort)
-            return cohort.mean(cohort.run(self._hyper_descent(fed), x, y, key=k_steps), "x"), {}
+            new = cohort.mean(cohort.run(self._hyper_descent(fed), x, y, key=k_steps), "x")
+            return new if self.residual else (new, {})
         h, point, info = self._hypergradient(fed, cohort, point, k_hyper)
         x, y, _ = point.read(cohort)
         descent = cohort.run(self._descent("upper"), x, y, cohort.send(h, "h"), key=k_steps)
@@ -172,11 +172,15 @@ class FedNest(TwoVariables):
         program = OwnHypergradient(self.adjoint(fed.problem.structure))
         return point.ask(cohort, program, "h", k_hyper)[0]
 
-    def _both_at_once(self, fed: Federation, cohort: Cohort, state: Variables, key: jax.Array) -> Variables:
+    def _both_at_once(
+        self, fed: Federation, cohort: Cohort, state: Variables, key: jax.Array
+    ) -> tuple[Variables, Info]:
         """Each client descends on its own y_i, then on x_i at that y_i; both are averaged."""
         program = Both(self._descent("lower"), self._hyper_descent(fed), self.lower_rounds)
         there = cohort.send(state.x, "x"), cohort.send(state.y, "y")
-        return Variables(*cohort.mean(cohort.run(program, *there, key=key), "xy"))
+        x, y = cohort.mean(cohort.run(program, *there, key=key), "xy")
+        x, info = x if self.residual else (x, {})
+        return Variables(x, y), info
 
     # ------------------------------------------------------------ the parts
 
@@ -209,7 +213,8 @@ class FedNest(TwoVariables):
         return Descent(getattr(self, f"{level}_lr"), self._work(level))
 
     def _hyper_descent(self, fed: Federation) -> HyperDescent:
-        return HyperDescent(self.upper_lr, self._work("upper"), self.adjoint(fed.problem.structure))
+        adjoint = self.adjoint(fed.problem.structure)
+        return HyperDescent(self.upper_lr, self._work("upper"), adjoint, self.residual)
 
     def _work(self, level: Literal["upper", "lower"]) -> Work:
         steps, epochs = getattr(self, f"{level}_steps"), getattr(self, f"{level}_epochs")

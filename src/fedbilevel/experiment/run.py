@@ -16,6 +16,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
+from fedbilevel.adjoint.base import GROWTH
 from fedbilevel.algorithm.base import Algorithm
 from fedbilevel.data.clients import Clients
 from fedbilevel.engine.base import Block, Engine, Session
@@ -197,6 +198,10 @@ _NOTES = {
         "conjugate gradients met negative curvature ({:.3g} at worst): g is not strongly convex in y there. "
         "Add `damping` above the most negative eigenvalue; `fedbilevel.diagnose` measures it."
     ),
+    "failed": (
+        "the clients' own adjoints failed at up to {:.0%} of the clients: their Hessians have eigenvalues "
+        'above `smoothness` (`smoothness="auto"` measures a bound) or below zero (add `damping`).'
+    ),
 }
 
 
@@ -204,8 +209,9 @@ def _suspicions(info: dict[str, Any]) -> dict[str, float]:
     """What the adjoint's reports say of some steps: a kind of trouble and its worst number."""
     growth = np.max(info.get("adjoint_growth", 0.0), initial=0.0)
     curvature = np.min(info.get("adjoint_curvature", 1.0), initial=1.0)
-    found = {"growth": float(growth)} if growth > 1 + 1e-3 else {}
-    return found | ({"curvature": float(curvature)} if curvature <= 0 else {})
+    share = np.max(info.get("adjoint_failed", 0.0), initial=0.0)
+    found = (("growth", growth, growth > GROWTH), ("curvature", curvature, curvature <= 0))
+    return {kind: float(worst) for kind, worst, bad in (*found, ("failed", share, share > 0)) if bad}
 
 
 def _check(problem: Problem, clients: Clients, algorithm: Any, steps: int, every: int | None) -> None:

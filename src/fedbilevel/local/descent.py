@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import equinox as eqx
+import jax.numpy as jnp
 import jax.random as jr
 
 from fedbilevel.adjoint.base import Adjoint
@@ -14,7 +15,7 @@ from fedbilevel.fed.loop import repeat
 from fedbilevel.fed.program import Program
 from fedbilevel.local.work import Work
 from fedbilevel.problem.oracle import Client
-from fedbilevel.tree import PyTree, add, step, sub
+from fedbilevel.tree import PyTree, add, norm, step, sub
 
 
 class Descent(Program):
@@ -50,7 +51,8 @@ class Descent(Program):
 class HyperDescent(Program):
     """τ local steps on x, each with the client's own hypergradient at `(x_i, y)`: returns x_i.
 
-    The number of terms of a sampled series is drawn once, and kept for all steps of the call.
+    The number of terms of a sampled series is drawn once, and kept for all steps of the call. With
+    `residual` it returns `(x_i, report)`, the report on the adjoint of its last step.
 
     Reference: FedNest, algorithm 5, with `∇_y f_i(x_i, y)` in its line 6 (the paper's `∇_x f_i(y_i, y)`
     has the wrong dimension).
@@ -59,18 +61,24 @@ class HyperDescent(Program):
     lr: Any
     work: Work
     adjoint: Adjoint | None
+    residual: bool = eqx.field(static=True, default=False)
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
         x, y = values
         k_series, k_batches, k_steps = jr.split(me.key, 3)
 
         def body(batch: Batch, factor: Any, carry: Any) -> Any:
-            x, index = carry
+            x, index, _ = carry
             key = jr.fold_in(k_batches, index)
-            h = own_hypergradient(me, self.adjoint, x, y, batch, key=key, series_key=k_series)
-            return me.problem.constraint(step(x, self.lr * factor, h)), index + 1
+            h, report = own_hypergradient(
+                me, self.adjoint, x, y, batch, key=key, series_key=k_series, residual=self.residual
+            )
+            return me.problem.constraint(step(x, self.lr * factor, h)), index + 1, report
 
-        return self.work.run(me, k_steps, body, (x, 0))[0]
+        names = ("adjoint_residual", "adjoint_failed") if self.residual and self.adjoint else ()
+        nothing = dict.fromkeys(names, jnp.zeros((), norm(y).dtype))
+        x, _, report = self.work.run(me, k_steps, body, (x, 0, nothing))
+        return (x, report) if self.residual else x
 
 
 class Both(Program):

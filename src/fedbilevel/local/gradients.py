@@ -86,4 +86,4 @@ class OwnHypergradient(Program):
         x, y = values
         k_upper, k_rest, k_series = jr.split(me.key, 3)
         xi = me.batch("upper", k_upper)
-        return own_hypergradient(me, self.adjoint, x, y, xi, key=k_rest, series_key=k_series)
+        return own_hypergradient(me, self.adjoint, x, y, xi, key=k_rest, series_key=k_series)[0]
