@@ -262,7 +262,7 @@ def test_what_the_method_reports_is_in_the_history_and_warned_about() -> None:
     with pytest.warns(AdjointWarning, match=r"series grew \(by 2 at worst\).*Raise `smoothness`"):
         growing = run(2, Momentum(0.1, growth=2.0))
     assert len(growing.notes) == 1
-    with pytest.warns(AdjointWarning, match=r"negative curvature \(-0\.5\).*Add `damping`"):
+    with pytest.warns(AdjointWarning, match=r"negative curvature \(-0\.5 at worst\).*Add `damping`"):
         run(2, Momentum(0.1, curvature=-0.5))
 
 
