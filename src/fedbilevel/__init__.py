@@ -1,4 +1,4 @@
-"""Federated and decentralized bilevel optimisation in JAX, with an exact account of what it costs.
+"""Federated bilevel optimisation in JAX, with an exact account of what it costs.
 
 A run is one call:
 
