@@ -282,36 +282,32 @@ def test_importable_factory_makes_any_problem_travel(
     np.testing.assert_allclose(result.x, [2.0, 3.0], rtol=1e-5)
 
 
+SCRIPT = """
+import jax.numpy as jnp, fedbilevel as fb
+def loss(x, samples): return jnp.mean((x - samples) ** 2)
+def main():
+    clients = fb.Clients(jnp.array([[[1.0]], [[3.0]]]))
+    problem = fb.single_level(loss, jnp.zeros(1))
+    print(float(fb.solve(problem, clients, fb.FedAvg(0.5), 3, engine='process').x[0]))
+"""
+
+
+def run_script(path: pathlib.Path, call: str) -> subprocess.CompletedProcess[str]:
+    path.write_text(SCRIPT + call)
+    return subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, check=False, timeout=120
+    )
+
+
 def test_a_script_can_use_its_own_functions(tmp_path: pathlib.Path) -> None:
     """Functions of `__main__` travel too, with the engine by name and the library's own worker."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import jax.numpy as jnp, fedbilevel as fb\n"
-        "def loss(x, samples): return jnp.mean((x - samples) ** 2)\n"
-        "if __name__ == '__main__':\n"
-        "    clients = fb.Clients(jnp.array([[[1.0]], [[3.0]]]))\n"
-        "    problem = fb.single_level(loss, jnp.zeros(1))\n"
-        "    result = fb.solve(problem, clients, fb.FedAvg(0.5), 3, engine='process')\n"
-        "    print(float(result.x[0]))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=120
-    )
+    done = run_script(tmp_path / "script.py", "if __name__ == '__main__': main()")
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == pytest.approx(2.0)
 
 
 def test_a_script_without_a_guard_is_told_so(tmp_path: pathlib.Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import jax.numpy as jnp, fedbilevel as fb\n"
-        "def loss(x, samples): return jnp.mean((x - samples) ** 2)\n"
-        "clients = fb.Clients(jnp.array([[[1.0]]]))\n"
-        "fb.solve(fb.single_level(loss, jnp.zeros(1)), clients, fb.FedAvg(0.5), 3, engine='process')\n"
-    )
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=120
-    )
+    done = run_script(tmp_path / "script.py", "main()")
     assert done.returncode != 0
     assert "if __name__ == '__main__':" in done.stderr
 

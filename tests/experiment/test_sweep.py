@@ -9,7 +9,7 @@ import jax.random as jr
 import numpy as np
 import pytest
 
-from fedbilevel import Clients, FedAvgS, Ledger, Simulator, minimax, simulate, solve
+from fedbilevel import Clients, FedAvgS, FedNest, Ledger, Quadratic, Simulator, minimax, simulate, solve
 from fedbilevel.algorithm.base import Variables
 
 RATES = (0.05, 0.2, 1e18)  # the last one diverges in its second step, and must not disturb the others
@@ -111,3 +111,20 @@ def test_the_second_block_needs_no_new_trace_from_a_start_of_weak_type() -> None
     first = traces_of(counted, x0=start, steps=4)
     assert first > 0
     assert traces_of(counted, x0=start, steps=8) == 0
+
+
+def test_vmap_over_a_method_with_a_random_number_of_exchanges() -> None:
+    """FedNest draws cohorts, batches and N' alike for every step size, so the bills are equal too."""
+    known = Quadratic.random(jax.random.key(0), 4, 2, 3)
+    fed = Simulator().federation(known.problem(), known.clients(samples=4, noise=0.3, batch_size=2))
+
+    def run(rate: Any) -> Any:
+        method = FedNest(rate, 0.1, smoothness=4.0, terms=5, cohort=3)
+        return simulate(fed, method, method.init(fed, jax.random.key(0)), jax.random.key(1), 0, 5, 5)
+
+    rates = jnp.array([0.01, 0.1])
+    together, alone = jax.jit(jax.vmap(run))(rates), [jax.jit(run)(rate) for rate in rates]
+    for index, single in enumerate(alone):
+        np.testing.assert_allclose(together.state.x[index], single.state.x, rtol=1e-5)
+        for entry, spent in single.counts.items():
+            np.testing.assert_array_equal(together.counts[entry][index], spent)
