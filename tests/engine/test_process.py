@@ -72,6 +72,7 @@ def test_failing_client_is_reported_and_left_out(
     assert not result.diverged
     assert result.ledger.up["v"] == 3 * 2 * 12, "only answers that came are billed"
     assert result.failures[0].startswith(f"client {VICTIM}: ")
+    assert "Misbehave" in result.failures[0], "the program is named"
     assert np.any([_search(REASONS[mode], line) for line in result.failures]), result.failures
     np.testing.assert_allclose(averaged("none", processes, 1).x, 5 / 3, rtol=1e-6)  # the next run has it back
 

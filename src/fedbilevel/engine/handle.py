@@ -15,13 +15,13 @@ from fedbilevel.tree import PyTree
 
 
 class Ref:
-    """A value that stays on the clients: its number there, a path into it, its shapes."""
+    """A value that stays on the clients: its number there, a path into it, its shapes, its origin."""
 
-    def __init__(self, root: _Root, path: tuple[Any, ...], spec: PyTree) -> None:
-        self.root, self.path, self.spec = root, path, spec
+    def __init__(self, root: _Root, path: tuple[Any, ...], spec: PyTree, origin: str) -> None:
+        self.root, self.path, self.spec, self.origin = root, path, spec, origin
 
     def __getitem__(self, part: Any) -> Ref:
-        return Ref(self.root, (*self.path, part), self.spec[part])
+        return Ref(self.root, (*self.path, part), self.spec[part], self.origin)
 
     @property
     def number(self) -> int:
@@ -46,11 +46,11 @@ class Numbers:
         self._next = itertools.count()
         self._unused: list[int] = []
 
-    def new(self, spec: PyTree) -> Ref:
+    def new(self, spec: PyTree, origin: str = "what it was sent") -> Ref:
         """A handle with a new number; when its last copy is gone, clients may forget the value."""
         root = _Root(next(self._next))
         weakref.finalize(root, self._unused.append, root.number)
-        return Ref(root, (), spec)
+        return Ref(root, (), spec, origin)
 
     def unused(self) -> list[int]:
         """The numbers that went out of use since the last call."""

@@ -114,7 +114,7 @@ class RemoteFederation(Federation):
         asked = [i for k, i in enumerate(ids) if (had is None or had[k]) and i in self.channel.alive]
         for client in asked:
             self.queues[client].add("get", ref.address)
-        values = self._accepted(self.flush(asked, nbytes(ref.spec)), ref.spec)
+        values = self._accepted(self.flush(asked, nbytes(ref.spec), ref.origin), ref)
         if len(values) < self.min_clients:
             raise TooFewClientsError(
                 f"{len(values)} of {len(ids)} clients answered, and min_clients is {self.min_clients}. "
@@ -124,22 +124,22 @@ class RemoteFederation(Federation):
         rows = [values.get(i, nothing) for i in ids]
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows), np.array([i in values for i in ids])
 
-    def _accepted(self, replies: dict[int, Reply], spec: PyTree) -> dict[int, PyTree]:
+    def _accepted(self, replies: dict[int, Reply], ref: Ref) -> dict[int, PyTree]:
         """The values that may enter a mean; whoever sent another one is reported."""
         values = {}
         for client, reply in replies.items():
             try:
-                values[client] = reply.value(spec)
+                values[client] = reply.value(ref.spec)
             except WireError as error:
-                self.report(client, str(error))
+                self.report(client, str(error), ref.origin)
         finite = {client: value for client, value in values.items() if bool(all_finite(value))}
         if not finite:
             return values  # where nobody's is finite the run itself has diverged, and shall see it
         for client in sorted(values.keys() - finite.keys()):
-            self.report(client, "its answer holds a NaN or an infinity")
+            self.report(client, "its answer holds a NaN or an infinity", ref.origin)
         return finite
 
-    def flush(self, ids: Iterable[int], expected: int = 0) -> dict[int, Reply]:
+    def flush(self, ids: Iterable[int], expected: int = 0, origin: str = "") -> dict[int, Reply]:
         """Send the queues of these clients and wait; books what their programs spent."""
         unused = self.numbers.unused()
         for client in self.channel.alive if unused else ():
@@ -154,7 +154,7 @@ class RemoteFederation(Federation):
                 replies[client] = Reply(message)
                 book(replies[client].spent)
             except WireError as error:
-                self.report(client, str(error))
+                self.report(client, str(error), origin)
         return replies
 
     def finish(self) -> None:
@@ -163,9 +163,9 @@ class RemoteFederation(Federation):
         if late:
             self.flush(late)
 
-    def report(self, client: int, reason: str) -> None:
-        """Note that a client failed; it is left out of the current mean."""
-        line = f"client {client}: {reason}"
+    def report(self, client: int, reason: str, origin: str = "") -> None:
+        """Note that a client failed, and what it was asked for; it is left out of the current mean."""
+        line = f"client {client}: {reason}" + (f" (asked for {origin})" if origin else "")
         self.failures.append(line)
         log.warning("%s", line)
 
@@ -222,7 +222,8 @@ class RemoteCohort(Cohort):
         return ref
 
     def _run(self, program: Program, values: tuple[At, ...], key: jax.Array, *, fails: bool) -> At:
-        ref = self.fed.numbers.new(self.fed.shapes(program, [v.value.spec for v in values]))
+        shapes = self.fed.shapes(program, [v.value.spec for v in values])
+        ref = self.fed.numbers.new(shapes, f"the result of {type(program).__name__}")
         masks = [np.asarray(v.present) for v in values if v.present is not None]
         had = np.logical_and.reduce(masks) if masks else None
         present = answers(key, jnp.asarray(self.ids), self.fed.dropout if fails else 0.0, had)
@@ -249,7 +250,7 @@ class RemoteCohort(Cohort):
         return kept.value
 
     def _put(self, kept: Kept, value: At) -> Kept:
-        ref = self.fed.numbers.new(kept.value.spec)
+        ref = self.fed.numbers.new(kept.value.spec, value.value.origin)
         mine = {int(i) for k, i in enumerate(self.ids) if value.present is None or value.present[k]}
         for client in sorted(self.fed.channel.alive):
             new = value.value if client in mine else kept.value
