@@ -233,3 +233,11 @@ def test_diagnosis_draws_estimates_as_a_run_would() -> None:
     assert errors[1] is not None
     assert errors[1] > 0.05
     assert errors[None] == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.parametrize("method", [fb.FedNest, fb.LFedNest])
+def test_residual_of_a_system_without_right_hand_side_is_zero(method: Any) -> None:
+    """At the optimum `∇_y f = 0`: the report must be a number, not 0/0."""
+    problem = fb.Problem(upper, lower, jnp.zeros(4), jnp.zeros(4))
+    result = fb.solve(problem, fb.Clients(DATA), method(0.1, 0.1, series="cg", terms=2, residual=True), 1)
+    assert result.history[-1]["adjoint_residual"] == 0

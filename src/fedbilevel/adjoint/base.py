@@ -14,7 +14,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from fedbilevel.tree import PyTree, add, scale
+from fedbilevel.tree import PyTree, add, norm, scale, sub
 
 Product: TypeAlias = Callable[[Any, PyTree, PyTree], tuple[PyTree, PyTree]]
 """`(n, v, memo) -> (H v, memo)`: the n-th product of a solve; `memo` is carried along."""
@@ -64,6 +64,12 @@ def failed(report: dict[str, jax.Array]) -> jax.Array:
     """Whether a solve's report says that it cannot be trusted."""
     growth = report.get("adjoint_growth", jnp.zeros(()))
     return (growth > GROWTH) | (report.get("adjoint_curvature", jnp.ones(())) <= 0)
+
+
+def relative_residual(hu: PyTree, b: PyTree) -> jax.Array:
+    """`‖H u − b‖/‖b‖`; where b is zero, so is the solution, and the residual is the numerator."""
+    length = norm(b)
+    return norm(sub(hu, b)) / jnp.where(length > 0, length, 1)
 
 
 def damped(product: Product, damping: Any) -> Product:

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import jax.random as jr
 
-from fedbilevel.adjoint.base import Adjoint, damped, failed
+from fedbilevel.adjoint.base import Adjoint, damped, failed, relative_residual
 from fedbilevel.data.batches import Batch
 from fedbilevel.fed.loop import repeat
 from fedbilevel.problem.oracle import Client
-from fedbilevel.tree import PyTree, norm, sub
+from fedbilevel.tree import PyTree, sub
 
 _LAST = 1 << 30
 """The number of a product behind all those of a solve: it draws a batch of its own."""
@@ -61,5 +61,5 @@ def own_hypergradient(
     if not residual:
         return h, {}
     hu, _ = damped(product, adjoint.damping)(_LAST, u, ())
-    gap = norm(sub(hu, f_y)) / norm(f_y)
+    gap = relative_residual(hu, f_y)
     return h, {"adjoint_residual": gap, "adjoint_failed": failed(found).astype(gap.dtype)}

@@ -8,14 +8,14 @@ import equinox as eqx
 import jax
 import jax.random as jr
 
-from fedbilevel.adjoint.base import Adjoint
+from fedbilevel.adjoint.base import Adjoint, relative_residual
 from fedbilevel.algorithm.base import Info
 from fedbilevel.fed.cohort import Cohort
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.place import At, Published
 from fedbilevel.fed.program import Program
 from fedbilevel.local.gradients import Curvature, UpperGradient
-from fedbilevel.tree import PyTree, add, norm, scale, sub
+from fedbilevel.tree import PyTree, add, scale
 
 
 class Point(eqx.Module):
@@ -89,6 +89,6 @@ def global_adjoint(
     if residual:
         k_last = k_products if adjoint.one_operator else k_check
         hu, point = ask(Curvature(), "residual", k_last, point, u)
-        gap = sub(add(hu, scale(adjoint.damping, u)), b)
-        report = report | {"adjoint_residual": norm(gap) / norm(b)}
+        damped_hu = add(hu, scale(adjoint.damping, u))
+        report = report | {"adjoint_residual": relative_residual(damped_hu, b)}
     return u, point, report
