@@ -39,7 +39,7 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
     "y0 of a wrong shape": (
         lambda: solve(fb.Problem(upper, lower, jnp.zeros(4), jnp.zeros(5))),
         ProblemError,
-        r"upper objective failed.*upper\(x, y, samples\) with the shapes x \(4,\), y \(5,\)",
+        r"upper objective failed.*\(x, y, samples\) of the shapes x \(4,\), y \(5,\)",
     ),
     "y0 of a wrong structure": (
         lambda: solve(fb.Problem(upper, lower, jnp.zeros(4), {"w": jnp.zeros(4)})),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import equinox as eqx
@@ -23,10 +23,11 @@ class Clients(eqx.Module):
     """The data of all clients, at both levels.
 
     Args:
-        lower: what `g` sees (training data): a list with one pytree a client, whose leaves have a
-            leading axis of samples and may differ in length between clients; or one pytree (a dict, a
-            tuple, an array) stacked as `(clients, samples, ...)`.
+        lower: what `g` sees (training data): a list (or an iterator) with one pytree a client, whose
+            leaves have a leading axis of samples and may differ in length between clients; or one pytree
+            (a dict, a tuple, an array) stacked as `(clients, samples, ...)`.
         upper: what `f` sees (validation data), in the same form; default: the same as `lower`.
+        test: what the problem's `client_metrics` see, in the same form; default: the same as `upper`.
         batch_size: samples in a minibatch; None: every oracle call sees all of a client's samples.
         weights: `"uniform"` (as in the papers), `"size"` (by number of lower samples) or a vector:
             one weight vector for every average over clients.
@@ -38,6 +39,7 @@ class Clients(eqx.Module):
 
     lower: Samples
     upper: Samples
+    test: Samples
     weights: Any
 
     def __init__(
@@ -45,16 +47,19 @@ class Clients(eqx.Module):
         lower: PyTree,
         upper: PyTree = None,
         *,
+        test: PyTree = None,
         batch_size: int | None = None,
         weights: Literal["uniform", "size"] | Any = "uniform",
     ) -> None:
         self.lower = _collect(lower, batch_size, "lower")
         self.upper = self.lower if upper is None else _collect(upper, batch_size, "upper")
-        if self.lower.size.shape != self.upper.size.shape:
-            raise DataError(
-                f"there are {len(self.lower.size)} clients with lower-level data and "
-                f"{len(self.upper.size)} with upper-level data; every client needs both"
-            )
+        self.test = self.upper if test is None else _collect(test, None, "test")
+        for level, samples in (("upper", self.upper), ("test", self.test)):
+            if samples.size.shape != self.lower.size.shape:
+                raise DataError(
+                    f"there are {len(self.lower.size)} clients with lower-level data and "
+                    f"{len(samples.size)} with {level}-level data; every client needs both"
+                )
         self.weights = _weights(weights, self.lower.size)
 
     @property
@@ -74,28 +79,36 @@ class Clients(eqx.Module):
         lower: Sequence[Any],
         upper: Sequence[Any] | None = None,
         *,
+        test: Sequence[Any] | None = None,
         batch_size: int | None = None,
         weights: Literal["uniform", "size"] | Any = "uniform",
     ) -> Clients:
         """Clients that share one stored copy of `data`; each list holds a client's row numbers."""
         flat = jax.tree.map(jnp.asarray, data)
-        parts = [_indexed(flat, rows, batch_size) for rows in (lower, lower if upper is None else upper)]
-        return cls(*parts, weights=weights)
+        parts = [None if rows is None else _indexed(flat, rows, batch_size) for rows in (lower, upper)]
+        own_test = None if test is None else _indexed(flat, test, None)
+        return cls(*parts, test=own_test, weights=weights)
 
     def whole(self) -> Clients:
         """The same clients with full batches."""
-        parts = [_batched(samples, None) for samples in (self.lower, self.upper)]
-        return Clients(*parts, weights="uniform" if self.weights is None else self.weights)
+        lower, upper, test = (_batched(samples, None) for samples in (self.lower, self.upper, self.test))
+        return Clients(lower, upper, test=test, weights="uniform" if self.weights is None else self.weights)
 
     def only(self, client: int) -> Clients:
         """One client's own data, with the draws it makes in the whole federation."""
-        return Clients(*(_only(samples, client) for samples in (self.lower, self.upper)))
+        own = {
+            id(s): _only(s, client) for s in (self.lower, self.upper, self.test)
+        }  # shared ones stay shared
+        lower, upper, test = (own[id(s)] for s in (self.lower, self.upper, self.test))
+        return Clients(lower, upper, test=test)
 
 
 def _collect(source: PyTree, batch_size: int | None, level: str) -> Samples:
     """Flat storage of a list of clients or of a stacked pytree."""
     if isinstance(source, Samples):
         return source if batch_size is None else _batched(source, batch_size)
+    if isinstance(source, Iterator):
+        source = list(source)
     if isinstance(source, list):
         return _from_list(source, batch_size, level)
     if any(isinstance(node, list) for node in jax.tree.leaves(source, is_leaf=_is_list)):

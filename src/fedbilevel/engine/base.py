@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, Self
 
 import jax
@@ -69,6 +70,14 @@ class Session(abc.ABC):
         Stops at the first step whose state is not finite.
         """
 
+    @abc.abstractmethod
+    def ask(self, probe: Stepper, state: PyTree, key: jax.Array) -> dict[str, Any]:
+        """What one step of a probe reports at `state`, on all of the clients' data.
+
+        It is evaluation, not work: nothing is billed. The probe must be one that the session was
+        connected with.
+        """
+
     @property
     def failures(self) -> list[str]:
         """What went wrong at clients so far, one line each."""
@@ -86,6 +95,6 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def connect(
-        self, problem: Problem, clients: Clients, stepper: Stepper
+        self, problem: Problem, clients: Clients, stepper: Stepper, probes: Sequence[Stepper] = ()
     ) -> contextlib.AbstractContextManager[Session]:
-        """A session for one algorithm; it ends with the `with` block."""
+        """A session for one algorithm, and for what is asked on its way; it ends with the `with` block."""

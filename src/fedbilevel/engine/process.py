@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from multiprocessing import Pipe
 from typing import Any, Self
@@ -67,30 +68,35 @@ class Process(Engine):
         self._pool = None
 
     @contextlib.contextmanager
-    def connect(self, problem: Problem, clients: Clients, stepper: Stepper) -> Iterator[Session]:
+    def connect(
+        self, problem: Problem, clients: Clients, stepper: Stepper, probes: Sequence[Stepper] = ()
+    ) -> Iterator[Session]:
         if _INSIDE in os.environ:
             raise RuntimeError(
                 "this is a client's process, which must not start clients of its own. It runs your script to "
                 "find the functions that the script defines: put what should run once, such as the call of "
                 "`solve`, under `if __name__ == '__main__':`."
             )
-        configure = self._configuration(problem, clients, stepper)
+        configure = self._configuration(problem, clients, stepper, probes)
         with contextlib.ExitStack() as stack:
             pool = self._pool or stack.enter_context(contextlib.closing(Pool(self.worker, self.timeout)))
             pool.grow(clients.n)
             federation = RemoteFederation(
-                pool, problem, clients, stepper, min_clients=self.min_clients, dropout=self.dropout
+                pool, problem, clients, stepper, probes, min_clients=self.min_clients, dropout=self.dropout
             )
             agree(federation, configure)
             yield federation.compile(stepper)
 
-    def _configuration(self, problem: Problem, clients: Clients, stepper: Stepper) -> Callable[[int], bytes]:
+    def _configuration(
+        self, problem: Problem, clients: Clients, stepper: Stepper, probes: Sequence[Stepper]
+    ) -> Callable[[int], bytes]:
         """The message that sets a client up; made here first, so that a mistake shows before any start."""
         if self.factory is not None:
             name_of(self.factory)
         common = {
             "problem": self.factory or _without_metrics(problem),
             "algorithm": stepper.at(0),  # schedules stay with the server, which sends their values
+            "probes": list(probes),
             "n": clients.n,
             "x64": jnp.result_type(float) == jnp.float64,
         }
@@ -194,9 +200,7 @@ def _configure(content: dict[str, Any]) -> tuple[Any, list[Any]]:
 
 def _without_metrics(problem: Problem) -> Problem:
     """Metrics are the server's business, and may be lambdas."""
-    return Problem(
-        problem.upper, problem.lower, problem.x0, problem.y0, None, problem.constraint, problem.structure
-    )
+    return dataclasses.replace(problem, metrics={})
 
 
 def _environment() -> dict[str, str]:

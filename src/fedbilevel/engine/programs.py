@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,7 +18,9 @@ from fedbilevel.fed.program import Program
 from fedbilevel.problem.base import Problem
 
 
-def programs_of(problem: Problem, own: Clients, n: int, stepper: Stepper) -> list[Program]:
+def programs_of(
+    problem: Problem, own: Clients, n: int, stepper: Stepper, probes: Sequence[Stepper] = ()
+) -> list[Program]:
     """Every local program that an algorithm may run, in the order in which it first does.
 
     Found by tracing its start and one step, abstractly: nothing is computed.
@@ -27,6 +30,7 @@ def programs_of(problem: Problem, own: Clients, n: int, stepper: Stepper) -> lis
         own: the data of any one client (only shapes matter).
         n: how many clients there are.
         stepper: the algorithm.
+        probes: what may be asked between its steps.
     """
     found: dict[Any, Program] = {}
 
@@ -38,8 +42,8 @@ def programs_of(problem: Problem, own: Clients, n: int, stepper: Stepper) -> lis
 
     def walk(key: jax.Array) -> Any:
         with metering():
-            algorithm = stepper.at(0)
-            return algorithm.step(fed, algorithm.init(fed, key), key)
+            steppers = [stepper.at(0), *probes]
+            return [each.step(fed, each.init(fed, key), key) for each in steppers]
 
     jax.eval_shape(walk, jax.random.key(0))
     return list(found.values())
@@ -52,7 +56,8 @@ def names(programs: list[Program]) -> list[str]:
 
 def _as_if(own: Clients, n: int) -> Clients:
     """One client's data as if all `n` clients had them."""
-    return Clients(*(_spread(samples, n) for samples in (own.lower, own.upper)))
+    lower, upper, test = (_spread(samples, n) for samples in (own.lower, own.upper, own.test))
+    return Clients(lower, upper, test=test)
 
 
 def _spread(s: Samples, n: int) -> Samples:

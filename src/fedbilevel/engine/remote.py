@@ -6,9 +6,10 @@ A client that fails is reported and left out of that mean; the run goes on.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -58,6 +59,7 @@ class RemoteFederation(Federation):
         problem: Problem,
         clients: Clients,
         stepper: Stepper,
+        probes: Sequence[Stepper] = (),
         *,
         min_clients: int = 1,
         dropout: float = 0.0,
@@ -65,7 +67,8 @@ class RemoteFederation(Federation):
         self.channel, self.problem, self.n, self.weights = channel, problem, clients.n, clients.weights
         self.min_clients, self.dropout = min_clients, dropout
         self.example = clients.only(0)
-        self.programs = programs_of(problem, self.example, self.n, stepper)
+        self.programs = programs_of(problem, self.example, self.n, stepper, probes)
+        self.whole = False
         self.places = {jax.tree.structure(program): i for i, program in enumerate(self.programs)}
         self.queues = [Queue() for _ in range(self.n)]
         self.numbers = Numbers()
@@ -105,6 +108,15 @@ class RemoteFederation(Federation):
         for index in range(int(times)):
             carry = body(index, carry)
         return carry
+
+    @contextlib.contextmanager
+    def on_all_data(self) -> Iterator[None]:
+        """Inside, clients compute on all of their samples in the place of minibatches."""
+        self.whole = True
+        try:
+            yield
+        finally:
+            self.whole = False
 
     # --------------------------------------------------------------- traffic
 
@@ -172,7 +184,7 @@ class RemoteFederation(Federation):
     def shapes(self, program: Program, arguments: list[PyTree]) -> PyTree:
         """The shapes of what a program returns, found without running it."""
         leaves = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(arguments))
-        spot = (jax.tree.structure(program), jax.tree.structure(arguments), leaves)
+        spot = (jax.tree.structure(program), jax.tree.structure(arguments), leaves, self.whole)
         if spot not in self._shapes:
 
             def call(clients: Clients, key: jax.Array, *values: PyTree) -> PyTree:
@@ -180,7 +192,8 @@ class RemoteFederation(Federation):
                     out = program(Client(self.problem, clients, 0, 0, key), *values)
                 return jax.tree.map(jnp.asarray, out)
 
-            self._shapes[spot] = jax.eval_shape(call, self.example, jax.random.key(0), *arguments)
+            example = self.example.whole() if self.whole else self.example
+            self._shapes[spot] = jax.eval_shape(call, example, jax.random.key(0), *arguments)
         return self._shapes[spot]
 
 
@@ -232,7 +245,7 @@ class RemoteCohort(Cohort):
         for _, queue in self._queues(present):
             # A Python number stays one: it takes the dtype of what it is multiplied with.
             leaves = [s if isinstance(s, int | float) else {"array": queue.array(s)} for s in settings]
-            queue.add("run", ref.number, place, leaves, queue.array(key_data), addresses)
+            queue.add("run", ref.number, place, leaves, queue.array(key_data), addresses, self.fed.whole)
         return self._own(ref, present=present)
 
     def _place(self, program: Program) -> int:

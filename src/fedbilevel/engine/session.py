@@ -47,6 +47,11 @@ class RemoteSession(Session):
             state = new
         return _block(state, len(records), True, records)
 
+    def ask(self, probe: Stepper, state: PyTree, key: jax.Array) -> dict[str, Any]:
+        with self.federation.on_all_data():
+            (_, info), _ = self._metered(lambda: probe.step(self.federation, state, key))
+        return info
+
     def _metered(self, work: Callable[[], PyTree]) -> tuple[PyTree, Counts]:
         with metering() as meter:
             out = work()

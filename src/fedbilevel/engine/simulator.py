@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -47,7 +47,9 @@ class Simulator(eqx.Module, Engine):
         check_dropout(self.dropout)
 
     @contextlib.contextmanager
-    def connect(self, problem: Problem, clients: Clients, stepper: Stepper) -> Iterator[Session]:
+    def connect(
+        self, problem: Problem, clients: Clients, stepper: Stepper, probes: Sequence[Stepper] = ()
+    ) -> Iterator[Session]:
         yield self.federation(problem, clients).compile(stepper)
 
     def federation(self, problem: Problem, clients: Clients) -> SimulatedFederation:
@@ -208,6 +210,12 @@ class SimulatedSession(Session):
         before = self._advance(state, key, first, block.done - 1, capacity)
         return block._replace(state=before.state, done=before.done)
 
+    def ask(self, probe: Stepper, state: PyTree, key: jax.Array) -> dict[str, Any]:
+        fed = self.federation
+        # All data of all clients at once could be a second copy of everything.
+        whole = SimulatedFederation(fed.problem, fed.clients.whole(), fed.chunk or _ASKED_AT_ONCE)
+        return _answer(whole, probe, state, key)
+
     def _advance(self, state: PyTree, key: jax.Array, first: int, steps: int, capacity: int) -> Block:
         # The widest integers, so that schedules divide them in the widest floats.
         times = jnp.asarray(first, int), jnp.asarray(steps, int)
@@ -220,6 +228,16 @@ def _begin(fed: SimulatedFederation, stepper: Stepper, key: jax.Array) -> tuple[
     with metering() as meter:
         state = stepper.at(0).init(fed, key)
     return state, as_arrays(meter.counts)
+
+
+@eqx.filter_jit
+def _answer(fed: SimulatedFederation, probe: Stepper, state: PyTree, key: jax.Array) -> dict[str, jax.Array]:
+    with metering():
+        return probe.step(fed, state, key)[1]
+
+
+_ASKED_AT_ONCE = 16
+"""How many clients answer a probe at a time."""
 
 
 def simulate(

@@ -67,13 +67,15 @@ class Worker:
             sys.modules["__main__"] = module
         return imported(name)
 
-    def _configure(self, problem: Any, clients: Any, id: int, n: int, algorithm: Any, x64: bool) -> Json:
+    def _configure(
+        self, problem: Any, clients: Any, id: int, n: int, algorithm: Any, probes: Any, x64: bool
+    ) -> Json:
         jax.config.update("jax_enable_x64", x64)
         self.store.clear()
         self.problem = problem() if isinstance(problem, types.FunctionType) else problem
         self.problem, self.clients = (jax.tree.map(_on_device, t) for t in (self.problem, clients))
         self.id = id
-        self.programs = programs_of(self.problem, self.clients, n, algorithm)
+        self.programs = programs_of(self.problem, self.clients, n, algorithm, probes)
         self.compiled = [self._compile(index) for index in range(len(self.programs))]
         return {"programs": names(self.programs)}
 
@@ -111,7 +113,14 @@ class Worker:
             self.store.pop(ref, None)
 
     def _run(
-        self, ref: int, index: int, leaves: list[Json], key: int, values: list[Json], arrays: list[Array]
+        self,
+        ref: int,
+        index: int,
+        leaves: list[Json],
+        key: int,
+        values: list[Json],
+        whole: bool,
+        arrays: list[Array],
     ) -> None:
         found = [self._find(value) for value in values]
         broken = next((value for value in found if isinstance(value, Broken)), None)
@@ -120,9 +129,8 @@ class Worker:
             return
         try:
             settings = [arrays[leaf["array"]] if isinstance(leaf, dict) else leaf for leaf in leaves]
-            out, counts = self.compiled[index](
-                self.clients, self.id, settings, jnp.asarray(arrays[key]), *found
-            )
+            data = self.clients.whole() if whole else self.clients
+            out, counts = self.compiled[index](data, self.id, settings, jnp.asarray(arrays[key]), *found)
             self.store[ref] = jax.block_until_ready(out)
         except Exception as error:  # whatever the user's function raises is reported, not fatal
             name = type(self.programs[index]).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -17,6 +18,7 @@ from fedbilevel.tree import PyTree, sub
 Structure: TypeAlias = Literal["bilevel", "minimax", "compositional", "single_level"]
 Objective: TypeAlias = Callable[[PyTree, PyTree, PyTree], jax.Array]
 Metrics: TypeAlias = Mapping[str, Callable[[PyTree, PyTree], Any]]
+ClientMetrics: TypeAlias = Mapping[str, Objective]
 
 
 class ProblemError(ValueError):
@@ -33,6 +35,8 @@ class Problem(eqx.Module):
         metrics: name -> function of `(x, y)`, evaluated on the server for the history.
         constraint: projection of x onto a convex set (`Simplex`, `Box`, `Positive` or a function).
         structure: what is known of the problem; set by `minimax`, `compositional`, `single_level`.
+        client_metrics: name -> function of `(x, y, samples)`, the mean over the samples, evaluated at every
+            client on its own test data; the history has their mean, worst and 10 % percentile.
 
     Example:
         >>> import jax.numpy as jnp
@@ -52,6 +56,7 @@ class Problem(eqx.Module):
     metrics: Metrics
     constraint: Callable[[PyTree], PyTree]
     structure: Structure = eqx.field(static=True)
+    client_metrics: ClientMetrics
 
     def __init__(
         self,
@@ -62,6 +67,7 @@ class Problem(eqx.Module):
         metrics: Metrics | None = None,
         constraint: Callable[[PyTree], PyTree] | None = None,
         structure: Structure = "bilevel",
+        client_metrics: ClientMetrics | None = None,
     ) -> None:
         self.upper, self.lower = upper, lower
         self.x0, self.y0 = jax.tree.map(_float_array, (x0, y0))
@@ -70,17 +76,20 @@ class Problem(eqx.Module):
         self.metrics = dict(metrics or {})
         self.constraint = Anywhere() if constraint is None else constraint
         self.structure = structure
+        self.client_metrics = dict(client_metrics or {})
 
     def at(self, x: PyTree, y: PyTree) -> Problem:
         """The same problem, started elsewhere."""
-        return Problem(self.upper, self.lower, x, y, self.metrics, self.constraint, self.structure)
+        return dataclasses.replace(self, x0=x, y0=y)
 
     def check(self, clients: Clients) -> None:
         """Raise an error that explains if f or g does not give a scalar on these data."""
-        self._check_objective("upper", self.upper, clients.upper)
-        self._check_objective("lower", self.lower, clients.lower)
+        self._check_objective("upper objective", self.upper, clients.upper)
+        self._check_objective("lower objective", self.lower, clients.lower)
+        for name, metric in self.client_metrics.items():
+            self._check_objective(f"client metric {name!r}", metric, clients.test)
 
-    def _check_objective(self, level: str, function: Objective, samples: Samples) -> None:
+    def _check_objective(self, what: str, function: Objective, samples: Samples) -> None:
         batch = samples.batch(0, jax.random.key(0)).samples
         try:
             value = jax.eval_shape(function, self.x0, self.y0, batch)
@@ -90,13 +99,13 @@ class Problem(eqx.Module):
                 for name, tree in (("x", self.x0), ("y", self.y0), ("samples", batch))
             )
             raise ProblemError(
-                f"the {level} objective failed on a batch of {level}-level data: {type(error).__name__}: "
-                f"{error}\nIt was called as {level}(x, y, samples) with the shapes {shapes}. Check that x0, "
+                f"the {what} failed on a batch of its data: {type(error).__name__}: "
+                f"{error}\nIt was called with (x, y, samples) of the shapes {shapes}. Check that x0, "
                 "y0 and the data have the structure that it expects."
             ) from error
         if getattr(value, "shape", None) != () or not jnp.issubdtype(value.dtype, jnp.floating):
             raise ProblemError(
-                f"the {level} objective must return one real number, the mean over the samples; "
+                f"the {what} must return one real number, the mean over the samples; "
                 f"it returned {value}. Did you forget `jnp.mean`?"
             )
 

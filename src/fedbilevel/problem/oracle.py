@@ -37,8 +37,8 @@ class Client:
     # --------------------------------------------------------------- batches
 
     def samples(self, level: str) -> Samples:
-        """All clients' samples of a level (`"upper"`, `"lower"`)."""
-        return self._clients.upper if level == "upper" else self._clients.lower
+        """All clients' samples of a level (`"upper"`, `"lower"`, `"test"`)."""
+        return getattr(self._clients, level)
 
     def batch(self, level: str, key: jax.Array) -> Batch:
         """An independent minibatch of this client's own data."""
