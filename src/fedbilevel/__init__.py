@@ -18,7 +18,7 @@ from fedbilevel.algorithm import (
 )
 from fedbilevel.data import Clients
 from fedbilevel.engine import Process, Simulator, simulate
-from fedbilevel.experiment import Diagnosis, Result, diagnose, load, solve
+from fedbilevel.experiment import Best, Diagnosis, Result, diagnose, load, solve
 from fedbilevel.fed import Ledger
 from fedbilevel.problem import (
     Box,
@@ -36,6 +36,7 @@ from fedbilevel.problem import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "Best",
     "Box",
     "Clients",
     "Composition",

@@ -185,10 +185,10 @@ def test_other_archives_are_refused(tmp_path: Any) -> None:
         [],
         {},
         {"format": "fedbilevel result 0", "result": 1},
-        {"format": "fedbilevel result 1"},
-        {"format": "fedbilevel result 1", "result": {"array": 3}},
-        {"format": "fedbilevel result 1", "result": {"tuple": 3}},
-        {"format": "fedbilevel result 1", "result": {"object": ["fedbilevel.fed.ledger:Ledger", []]}},
+        {"format": "fedbilevel result 2"},
+        {"format": "fedbilevel result 2", "result": {"array": 3}},
+        {"format": "fedbilevel result 2", "result": {"tuple": 3}},
+        {"format": "fedbilevel result 2", "result": {"object": ["fedbilevel.fed.ledger:Ledger", []]}},
     ],
     ids=[
         "text",
@@ -214,7 +214,7 @@ def test_a_missing_file_is_reported_as_missing(tmp_path: Any) -> None:
 
 
 def test_another_object_than_a_result_is_refused(tmp_path: Any) -> None:
-    path = zipped(tmp_path / "file", {"format": "fedbilevel result 1", "result": {"tuple": []}, "dtypes": []})
+    path = zipped(tmp_path / "file", {"format": "fedbilevel result 2", "result": {"tuple": []}, "dtypes": []})
     with pytest.raises(PortableError, match="holds a tuple, not a result"):
         load(path)
 
@@ -229,7 +229,7 @@ class Bomb:
 
 
 def test_a_pickled_array_is_refused_and_never_run(tmp_path: Any) -> None:
-    header = {"format": "fedbilevel result 1", "result": {"array": 0}}
+    header = {"format": "fedbilevel result 2", "result": {"array": 0}}
     path = zipped(tmp_path / "file", header, array0=np.array([Bomb()], object))
     with pytest.raises(PortableError):
         load(path)

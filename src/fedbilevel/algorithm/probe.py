@@ -103,17 +103,17 @@ class HypergradientProbe(TwoVariables):
     turns: int = eqx.field(static=True, default=3)
 
     def step(self, fed: Federation, state: Variables, key: jax.Array) -> tuple[Variables, Info]:
-        h, info = self._accurate(fed, state, key)
+        h, info = self.accurate(fed, state, key)
         bend = self._curvature(fed, state, h, key)
         return state, info | {"upper_curvature": bend, "hypergradient": ravel_pytree(h)[0]}
 
     def _solver(self) -> ConjugateGradients:
         return ConjugateGradients(self.iterations, self.damping)
 
-    def _accurate(self, fed: Federation, at: Variables, key: jax.Array) -> tuple[PyTree, Info]:
-        """`∇_x f − J u` with an accurate u (minimax: `∇_x f`)."""
+    def accurate(self, fed: Federation, at: Variables, key: jax.Array) -> tuple[PyTree, Info]:
+        """`∇_x f − J u` with an accurate u (minimax and single-level: `∇_x f`)."""
         point = Point(fed.publish(at.x, "x"), fed.publish(at.y, "y"))
-        if fed.problem.structure == "minimax":
+        if fed.problem.structure in ("minimax", "single_level"):
             return point.ask(fed.everyone, Assemble(), "h", key)[0], {}
         u, point, info = global_adjoint(fed, self._solver(), fed.everyone, None, point, key, residual=True)
         return point.ask(fed.everyone, Assemble(), "h", key, u)[0], info
@@ -126,7 +126,7 @@ class HypergradientProbe(TwoVariables):
             v, _ = carry
             v = scale(1 / jnp.maximum(norm(v), jnp.finfo(norm(v).dtype).tiny), v)
             moved = self._moved(fed, at, v, eps, key)
-            bent = scale(1 / eps, sub(self._accurate(fed, moved, key)[0], h))
+            bent = scale(1 / eps, sub(self.accurate(fed, moved, key)[0], h))
             return bent, norm(bent)
 
         return fed.loop(self.turns, turn, (h, jnp.zeros((), norm(h).dtype)))[1]

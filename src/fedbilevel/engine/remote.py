@@ -111,7 +111,7 @@ class RemoteFederation(Federation):
 
     @contextlib.contextmanager
     def on_all_data(self) -> Iterator[None]:
-        """Inside, clients compute on all of their samples in the place of minibatches."""
+        """Inside, clients compute on all of their samples in the place of minibatches, and none drops out."""
         self.whole = True
         try:
             yield
@@ -239,7 +239,9 @@ class RemoteCohort(Cohort):
         ref = self.fed.numbers.new(shapes, f"the result of {type(program).__name__}")
         masks = [np.asarray(v.present) for v in values if v.present is not None]
         had = np.logical_and.reduce(masks) if masks else None
-        present = answers(key, jnp.asarray(self.ids), self.fed.dropout if fails else 0.0, had)
+        present = answers(
+            key, jnp.asarray(self.ids), self.fed.dropout if fails and not self.fed.whole else 0.0, had
+        )
         settings, key_data = jax.tree.leaves(program), jax.random.key_data(key)
         place, addresses = self._place(program), [v.value.address for v in values]
         for _, queue in self._queues(present):

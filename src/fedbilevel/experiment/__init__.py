@@ -1,7 +1,21 @@
 """Running, recording and diagnosing: what ties problems, algorithms and engines together."""
 
+from fedbilevel.experiment.best import Best, BestPoint
 from fedbilevel.experiment.diagnose import Diagnosis, diagnose
+from fedbilevel.experiment.loop import Evaluation
 from fedbilevel.experiment.record import History, Result, load
-from fedbilevel.experiment.run import AdjointWarning, Evaluation, solve
+from fedbilevel.experiment.run import solve
+from fedbilevel.experiment.suspicion import AdjointWarning
 
-__all__ = ["AdjointWarning", "Diagnosis", "Evaluation", "History", "Result", "diagnose", "load", "solve"]
+__all__ = [
+    "AdjointWarning",
+    "Best",
+    "BestPoint",
+    "Diagnosis",
+    "Evaluation",
+    "History",
+    "Result",
+    "diagnose",
+    "load",
+    "solve",
+]

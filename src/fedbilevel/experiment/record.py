@@ -2,41 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
-import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import IO, Any, TypeAlias, overload
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, Any, overload
 
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from fedbilevel.experiment.best import BestPoint, Row
 from fedbilevel.fed.ledger import Ledger
 from fedbilevel.portable import DTYPES, Array, PortableError, loaded, pack, unpack
 from fedbilevel.tree import PyTree
 
-Row: TypeAlias = dict[str, float]
-
-_FORMAT = "fedbilevel result 1"
+_FORMAT = "fedbilevel result 2"
 
 
 @dataclasses.dataclass(frozen=True)
 class History(Sequence[Row]):
-    """Rows of numbers, one an evaluation: step, metrics, what the method reports, cumulative cost."""
+    """Rows of numbers, one an evaluation: step, metrics, what the method reports, cumulative cost.
+
+    Attributes:
+        rows: the rows.
+        per_client: for each row the clients' own values of the problem's `client_metrics`.
+    """
 
     rows: tuple[Row, ...] = ()
+    per_client: tuple[Mapping[str, npt.NDArray[Any]], ...] = ()
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
     @overload
     def __getitem__(self, index: slice) -> History: ...
     def __getitem__(self, index: int | slice) -> Row | History:
-        return History(self.rows[index]) if isinstance(index, slice) else self.rows[index]
+        if isinstance(index, slice):
+            return History(self.rows[index], self.per_client[index])
+        return self.rows[index]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -50,6 +57,13 @@ class History(Sequence[Row]):
         if name not in names:
             raise KeyError(f"there is no column {name!r}; the columns are {sorted(names)}")
         return np.array([row.get(name, np.nan) for row in self.rows])
+
+    def clients(self, name: str) -> npt.NDArray[Any]:
+        """A client metric at every client, `(rows, clients)`."""
+        names = sorted({key for values in self.per_client for key in values})
+        if name not in names:
+            raise KeyError(f"there is no client metric {name!r}; there are {names}")
+        return np.array([values[name] for values in self.per_client])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +81,7 @@ class Result:
         failures: what went wrong at clients, one line each.
         notes: what the run itself found suspicious, one line each.
         smoothness: what `smoothness="auto"` measured at the start; None if nothing had to be measured.
+        best: where the metric of `solve(..., best=)` was best; None if none was named.
     """
 
     x: PyTree
@@ -80,6 +95,7 @@ class Result:
     failures: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     smoothness: float | None = None
+    best: BestPoint | None = None
 
     def save(self, path: str | os.PathLike[str]) -> pathlib.Path:
         """Write it to a file: a zip of one JSON text and `.npy` arrays. Atomic: all of it, or nothing."""
@@ -87,17 +103,25 @@ class Result:
         dtypes = [array.dtype.name for array in arrays]
         header = json.dumps({"format": _FORMAT, "result": structure, "dtypes": dtypes})
         contents: dict[str, Any] = {f"array{i}": _native(array) for i, array in enumerate(arrays)}
-        target = pathlib.Path(path)
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=target.name, delete=False) as file:
-            try:
-                np.savez(file, header=np.frombuffer(header.encode(), np.uint8), **contents)
-                file.flush()
-                os.fsync(file.fileno())
-                os.replace(file.name, target)
-            except BaseException:
-                os.unlink(file.name)
-                raise
-        return target
+        with written(path) as file:
+            np.savez(file, header=np.frombuffer(header.encode(), np.uint8), **contents)
+        return pathlib.Path(path)
+
+
+@contextlib.contextmanager
+def written(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """A file that appears under its name when all of it is on the disk, or not at all."""
+    target = pathlib.Path(path)
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with open(draft, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, target)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def load(path: str | os.PathLike[str]) -> Result:

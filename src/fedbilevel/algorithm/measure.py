@@ -1,0 +1,89 @@
+"""Measures of a point `(x, y)` that are taken during a run, on all of the clients' data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from fedbilevel.adjoint.cg import ConjugateGradients
+from fedbilevel.algorithm.base import Info, TwoVariables, Variables
+from fedbilevel.algorithm.exchange import Point
+from fedbilevel.algorithm.probe import HypergradientProbe, SquaredDistance
+from fedbilevel.data.batches import weighted
+from fedbilevel.fed.federation import Federation
+from fedbilevel.fed.program import Program
+from fedbilevel.local.gradients import Curvature, LowerGradient
+from fedbilevel.problem.base import Structure
+from fedbilevel.problem.oracle import Client
+from fedbilevel.tree import PyTree, norm
+
+MEASURES: Mapping[str, tuple[Structure, ...]] = {
+    "hypergradient_norm": ("bilevel", "minimax", "compositional", "single_level"),
+    "adjoint_residual": ("bilevel", "compositional"),
+    "lower_distance": ("bilevel", "minimax", "compositional"),
+    "client_drift": ("bilevel", "minimax", "compositional"),
+}
+"""What `PointProbe` can measure, and on problems of which structure."""
+
+
+class PointProbe(TwoVariables):
+    """Numbers that say how far `(x, y)` is from a solution, by accurate solves on all data.
+
+    * `hypergradient_norm`: `‖∇_x f − J u‖` with `H u = ∇_y f` by conjugate gradients.
+    * `adjoint_residual`: `‖H u − ∇_y f‖/‖∇_y f‖` of that solve.
+    * `lower_distance`: `‖H⁻¹ ∇_y g‖`, the length of a Newton step on y: the distance to `y*(x)` where g is
+      quadratic in y, and close to it near the solution.
+    * `client_drift`: `sqrt(mean ‖∇_y g_i − ∇_y g‖²)`, how far local steps of size one take the clients apart.
+
+    Args:
+        names: which of them.
+        iterations: of conjugate gradients in each solve.
+    """
+
+    names: tuple[str, ...] = eqx.field(static=True)
+    iterations: int = eqx.field(static=True, default=50)
+
+    def step(self, fed: Federation, state: Variables, key: jax.Array) -> tuple[Variables, Info]:
+        found: Info = {}
+        if {"hypergradient_norm", "adjoint_residual"} & set(self.names):
+            h, found = HypergradientProbe(self.iterations).accurate(fed, state, key)
+            found = found | {"hypergradient_norm": norm(h)}
+        if {"lower_distance", "client_drift"} & set(self.names):
+            found = found | self._lower(fed, state, key)
+        return state, {name: found[name] for name in self.names}
+
+    def _lower(self, fed: Federation, state: Variables, key: jax.Array) -> Info:
+        point = Point(fed.publish(state.x, "x"), fed.publish(state.y, "y"))
+        slope, point = point.ask(fed.everyone, LowerGradient(), "q", key)
+        square, point = point.ask(fed.everyone, SquaredDistance(LowerGradient()), "spread", key, slope)
+        drift = {"client_drift": jnp.sqrt(square)}
+        if "lower_distance" not in self.names:
+            return drift
+
+        def product(index: Any, v: PyTree, point: Point) -> tuple[PyTree, Point]:
+            return point.ask(fed.everyone, Curvature(), "u", key, v)
+
+        newton = ConjugateGradients(self.iterations).solve(product, slope, point, key, fed.loop).u
+        return drift | {"lower_distance": norm(newton)}
+
+
+class OwnMetrics(Program):
+    """`(x, y) ↦ {name: metric}` of the problem's `client_metrics` on a client's own test data."""
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        batch = me.batch("test", me.key)
+        return {name: weighted(metric)(*values, batch) for name, metric in me.problem.client_metrics.items()}
+
+
+class ClientProbe(TwoVariables):
+    """Every client's own metrics, one row a client, and who `answered`."""
+
+    def step(self, fed: Federation, state: Variables, key: jax.Array) -> tuple[Variables, Info]:
+        everyone = fed.everyone
+        there = everyone.send(state.x, "x"), everyone.send(state.y, "y")
+        metrics, answered = everyone.gather(everyone.run(OwnMetrics(), *there, key=key), "metrics")
+        return state, metrics | {"answered": answered}

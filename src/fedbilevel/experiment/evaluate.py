@@ -1,0 +1,98 @@
+"""What is measured between two blocks of steps: metrics, on the server and at the clients."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from fedbilevel.algorithm.base import Variables
+from fedbilevel.algorithm.measure import MEASURES, ClientProbe, PointProbe
+from fedbilevel.engine.base import Session, Stepper
+from fedbilevel.experiment.best import Row, higher_is_better
+from fedbilevel.problem.base import Problem
+from fedbilevel.tree import PyTree
+
+ClientValues = dict[str, npt.NDArray[Any]]
+
+
+class Evaluator:
+    """Turns a point into a row of metrics.
+
+    Args:
+        problem: its `metrics` are evaluated on the server, its `client_metrics` at every client.
+        measure: names of built-in measures, evaluated on all clients' data (`MEASURES` lists them).
+    """
+
+    def __init__(self, problem: Problem, measure: Sequence[str] = ()) -> None:
+        self.problem = problem
+        _check_measures(problem, measure)
+        self._point: list[Stepper] = [PointProbe(tuple(measure))] if measure else []
+        self._clients: list[Stepper] = [ClientProbe()] if problem.client_metrics else []
+
+    @property
+    def probes(self) -> list[Stepper]:
+        """What a session must be able to ask."""
+        return [*self._point, *self._clients]
+
+    def __call__(self, session: Session, x: PyTree, y: PyTree, key: jax.Array) -> tuple[Row, ClientValues]:
+        """The metrics at `(x, y)`, and the clients' own values of `client_metrics`."""
+        row = {name: float(value) for name, value in _metrics(self.problem, x, y).items()}
+        for probe in self._point:
+            row |= {name: float(value) for name, value in session.ask(probe, Variables(x, y), key).items()}
+        values: ClientValues = {}
+        for probe in self._clients:
+            answers = session.ask(probe, Variables(x, y), key)
+            answered = np.asarray(answers.pop("answered"))
+            values = {name: np.where(answered, value, np.nan) for name, value in answers.items()}
+        return row | summary(values), values
+
+
+def summary(values: Mapping[str, npt.NDArray[Any]]) -> Row:
+    """Mean, worst and 10 % percentile over the clients that answered.
+
+    The percentile is what the worst tenth of the clients does not surpass: the lowest tenth of an
+    accuracy, the highest of a loss.
+    """
+    row: Row = {}
+    for name, column in values.items():
+        high = higher_is_better(name)
+        row[f"{name}_mean"] = float(np.nanmean(column))
+        row[f"{name}_worst"] = float(np.nanmin(column) if high else np.nanmax(column))
+        row[f"{name}_p10"] = float(np.nanpercentile(column, 10 if high else 90))
+    return row
+
+
+@eqx.filter_jit
+def _metrics(problem: Problem, x: PyTree, y: PyTree) -> dict[str, jax.Array]:
+    values = {}
+    for name, metric in problem.metrics.items():
+        try:
+            values[name] = jnp.asarray(metric(x, y)).reshape(())
+        except (TypeError, ValueError, jax.errors.JAXTypeError) as error:
+            raise ValueError(
+                f"the metric {name!r} must be a JAX function of (x, y) that returns one number; it failed "
+                f"with {type(error).__name__}: {error}"
+            ) from error
+    return values
+
+
+def _check_measures(problem: Problem, measure: Sequence[str]) -> None:
+    if isinstance(measure, str):
+        raise TypeError(f"`measure` is {measure!r}; it must be a sequence of names: measure=({measure!r},)")
+    for name in measure:
+        if name not in MEASURES:
+            near = difflib.get_close_matches(name, MEASURES, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"there is no measure {name!r}; there are {', '.join(MEASURES)}{hint}")
+        if problem.structure not in MEASURES[name]:
+            possible = ", ".join(MEASURES[name])
+            raise ValueError(
+                f"{name} cannot be measured on a {problem.structure} problem, only on: {possible}"
+            )

@@ -1,0 +1,154 @@
+"""One run between its evaluations: what has been reached, recorded and spent."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.random as jr
+import numpy as np
+
+from fedbilevel.algorithm.base import Algorithm
+from fedbilevel.engine.base import Block, Session
+from fedbilevel.experiment.best import Best, BestPoint, Row
+from fedbilevel.experiment.evaluate import ClientValues, Evaluator
+from fedbilevel.experiment.record import History, Result
+from fedbilevel.experiment.suspicion import NOTES, AdjointWarning, suspicions
+from fedbilevel.fed.ledger import Ledger
+from fedbilevel.fed.place import Kept, map_kept
+from fedbilevel.tree import PyTree
+
+
+class Evaluation(NamedTuple):
+    """What a callback sees.
+
+    Attributes:
+        row: the new row of the history.
+        x, y: the variables.
+        clients: the clients' own values of `client_metrics`.
+        result: makes a `Result` of the run so far, for instance to save it.
+    """
+
+    row: Row
+    x: PyTree
+    y: PyTree
+    clients: ClientValues
+    result: Callable[[], Result]
+
+
+Callback = Callable[[Evaluation], Any]
+
+
+class Run:
+    """A run of one algorithm from one seed, fed with blocks of steps.
+
+    Args:
+        algorithm, session: what runs, and where.
+        evaluate: makes a row of a point.
+        seed: of the run.
+        spent: what was spent before it began.
+        start: an earlier result to go on from.
+        smoothness: ℓ as measured at the start, to be remembered.
+        best: which point is kept as the best.
+        callback: sees every evaluation; something true ends the run.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm[Any],
+        session: Session,
+        evaluate: Evaluator,
+        seed: int,
+        spent: Ledger,
+        start: Result | None = None,
+        smoothness: float | None = None,
+        best: Best | None = None,
+        callback: Callback | None = None,
+    ) -> None:
+        self.algorithm, self.session, self.evaluate, self.seed = algorithm, session, evaluate, seed
+        self.ledger, self.earlier, self.smoothness = spent, start, smoothness
+        self.wanted, self.callback = best, callback
+        self.begin_key, self.key = jr.split(jr.key(seed))
+        self.step, self.diverged, self.stopped = 0, False, False
+        self.rows: list[Row] = []
+        self.per_client: list[ClientValues] = []
+        self.trouble: dict[str, float] = {}
+        self.best: BestPoint | None = None
+        self.state: PyTree = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether there is nothing more to do."""
+        return self.diverged or self.stopped
+
+    def begin(self) -> None:
+        """Make the first state and evaluate it, or take up the earlier result's."""
+        if self.earlier is None:
+            self.state, counts = self.session.init(self.begin_key)
+            self.ledger = self.ledger + Ledger.from_counts(counts)
+            self._evaluate({})
+            return
+        start = self.earlier
+        self.state = map_kept(lambda kept: self.session.federation.keep(kept.value), start.state)
+        self.step, self.rows, self.best = start.steps, list(start.history), start.best
+        self.per_client = [dict(values) for values in start.history.per_client]
+
+    def take(self, block: Block) -> None:
+        """Go on by what a block of steps gave, and evaluate."""
+        self.state, self.diverged = block.state, not block.finite
+        self.step += block.done
+        self.ledger = self.ledger + Ledger.from_counts(block.counts)
+        info = {name: np.asarray(values)[: block.done] for name, values in block.info.items()}
+        for kind, worst in suspicions(info).items():
+            pick = min if kind == "curvature" else max
+            self.trouble[kind] = pick(self.trouble.get(kind, worst), worst)
+        self._evaluate({name: float(values[-1]) for name, values in info.items() if len(values)})
+
+    def _evaluate(self, info: Row) -> None:
+        x, y = self._solution()
+        metrics, clients = self.evaluate(self.session, x, y, self.begin_key)
+        self.rows.append({"step": self.step} | metrics | info | self.ledger.columns())
+        self.per_client.append(clients)
+        if self.wanted is not None:
+            self._remember_best(self.wanted, x, y)
+        if self.callback is not None:
+            seen = Evaluation(self.rows[-1], x, y, clients, self.result)
+            self.stopped = bool(self.callback(seen)) or self.stopped
+
+    def _remember_best(self, wanted: Best, x: PyTree, y: PyTree) -> None:
+        if wanted.place(self.rows) == len(self.rows) - 1:
+            self.best = BestPoint(self.step, self.rows[-1][wanted.metric], x, y)
+        self.stopped = wanted.is_out_of_patience(self.rows)
+
+    def _solution(self) -> tuple[PyTree, PyTree]:
+        x, y = self.algorithm.solution(self.state)
+        return map_kept(self.session.federation.stacked, x), map_kept(self.session.federation.stacked, y)
+
+    def _notes(self) -> tuple[str, ...]:
+        return tuple(NOTES[kind].format(worst) for kind, worst in self.trouble.items())
+
+    def warn(self) -> None:
+        """Say what was suspicious, to who called `solve`."""
+        for note in self._notes():
+            warnings.warn(note, AdjointWarning, stacklevel=3)
+
+    def result(self) -> Result:
+        """What there is so far."""
+        before = ((), ()) if self.earlier is None else (self.earlier.failures, self.earlier.notes)
+        x, y = self._solution()
+        state = map_kept(lambda kept: Kept(self.session.federation.stacked(kept)), self.state)
+        return Result(
+            x,
+            y,
+            History(tuple(self.rows), tuple(self.per_client)),
+            self.ledger,
+            self.diverged,
+            self.step,
+            self.seed,
+            state,
+            (*before[0], *self.session.failures),
+            (*before[1], *(note for note in self._notes() if note not in before[1])),
+            self.smoothness,
+            self.best,
+        )
