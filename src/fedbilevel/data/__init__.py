@@ -1,6 +1,42 @@
-"""The clients' data: stored once, read in minibatches."""
+"""The clients' data: where they come from, how clients share them, and how they are read in minibatches."""
 
 from fedbilevel.data.batches import Batch
 from fedbilevel.data.clients import Clients, DataError
+from fedbilevel.data.dataset import Dataset
+from fedbilevel.data.describe import Statistics, describe
+from fedbilevel.data.federate import federate
+from fedbilevel.data.partition import (
+    ClassesPerClient,
+    Dirichlet,
+    Iid,
+    Natural,
+    Pachinko,
+    QuantitySkew,
+    Shards,
+)
+from fedbilevel.data.source import SOURCES, DataMissingError, get, load
+from fedbilevel.data.split import LabelNoise, LongTail, Split
 
-__all__ = ["Batch", "Clients", "DataError"]
+__all__ = [
+    "SOURCES",
+    "Batch",
+    "ClassesPerClient",
+    "Clients",
+    "DataError",
+    "DataMissingError",
+    "Dataset",
+    "Dirichlet",
+    "Iid",
+    "LabelNoise",
+    "LongTail",
+    "Natural",
+    "Pachinko",
+    "QuantitySkew",
+    "Shards",
+    "Split",
+    "Statistics",
+    "describe",
+    "federate",
+    "get",
+    "load",
+]

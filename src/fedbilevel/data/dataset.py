@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-import numpy as np
 import numpy.typing as npt
 
 from fedbilevel.data.clients import DataError
@@ -28,6 +27,7 @@ class Dataset:
         owners: names of the natural clients; empty where there are none.
 
     Example:
+        >>> import numpy as np
         >>> columns = {"inputs": np.zeros((4, 2), np.float32), "labels": np.array([0, 1, 1, 0])}
         >>> Dataset("mine", columns, columns, ("no", "yes")).size
         4

@@ -1,0 +1,141 @@
+"""From a data set to clients: long tail, partition, split and label noise, in this order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from fedbilevel.data.clients import Clients, DataError
+from fedbilevel.data.dataset import Dataset, Table
+from fedbilevel.data.partition import Partition, Rows
+
+# Annotations say what is called, not which class: a function of one's own will do at every stage.
+Thinning: TypeAlias = Callable[[Table, np.random.Generator], Rows]
+Splitting: TypeAlias = Callable[[Rows, np.random.Generator], tuple[Rows, Rows, Rows]]
+Corruption: TypeAlias = Callable[..., tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]]
+
+
+def federate(
+    dataset: Dataset,
+    partition: Partition,
+    *,
+    long_tail: Thinning | None = None,
+    split: Splitting | None = None,
+    noise: Corruption | None = None,
+    batch_size: int | None = None,
+    weights: Literal["uniform", "size"] | Any = "uniform",
+    seed: int = 0,
+) -> Clients:
+    """Clients with the training samples of a data set.
+
+    What clients see is a dict of `inputs`, `labels` (whole numbers as int32) and, with noise, `corrupted`
+    (bool). All clients share one copy, which holds only samples that are used. Each stage draws from a
+    stream of its own: another split or noise leaves the partition as it is.
+
+    Args:
+        dataset: a loaded one, or your own arrays: `Dataset("mine", train, test, classes)`.
+        partition: which samples each client gets, such as `Iid(100)`.
+        long_tail: which samples there are at all, such as `LongTail(0.01)`; None: all of them.
+        split: `Split(0.2)`: training samples are the lower level's, validation samples the upper level's,
+            test samples the clients' own test data. Without a split, or where it leaves no validation
+            samples, both levels share the training samples.
+        noise: wrong labels among the training samples, such as `LabelNoise(0.4)`. Without a split, the upper
+            level sees them too.
+        batch_size, weights: as in `Clients`.
+        seed: of all draws.
+
+    Example:
+        >>> from fedbilevel.data.partition import Iid
+        >>> columns = {"inputs": np.zeros((6, 2), np.float32), "labels": np.array([0, 1, 1, 0, 1, 0])}
+        >>> federate(Dataset("mine", columns, columns, ("no", "yes")), Iid(clients=3)).n
+        3
+    """
+    stages = {"partition": partition, "long_tail": long_tail, "split": split, "noise": noise}
+    for name, stage in stages.items():
+        _check_stage(name, stage, optional=name != "partition")
+    tail_rng, partition_rng, split_rng, noise_rng = _streams(seed, 4)
+    kept = np.arange(dataset.size) if long_tail is None else long_tail(dataset.train, tail_rng)
+    own = _dealt(dataset, partition, kept, partition_rng)
+    train, validation, test = _levels(own, split, split_rng)
+    labels, extra = _noisy(dataset, noise, train, noise_rng)
+    used = np.unique(np.concatenate([*train, *(validation or ()), *(test or ()), np.zeros(0, np.int64)]))
+    samples = {"inputs": dataset.train["inputs"], "labels": labels, **extra}
+    return Clients.indexed(
+        {name: column[used] for name, column in samples.items()},
+        _renumbered(train, used, "training"),
+        validation and _renumbered(validation, used, "validation"),
+        test=test and _renumbered(test, used, "test"),
+        batch_size=batch_size,
+        weights=weights,
+    )
+
+
+def _streams(seed: int, count: int) -> list[np.random.Generator]:
+    return [np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(count)]
+
+
+def _check_stage(name: str, stage: Any, *, optional: bool) -> None:
+    """Refuse the slips that would otherwise end in an error somewhere inside."""
+    if isinstance(stage, type):
+        raise DataError(f"{name} is the class {stage.__name__} itself; make one: {stage.__name__}(...)")
+    if not (callable(stage) or (optional and stage is None)):
+        raise DataError(f"{name} is {stage!r}; it must be a callable object, see `fedbilevel.data`")
+
+
+def _dealt(dataset: Dataset, partition: Partition, kept: Rows, rng: np.random.Generator) -> list[Rows]:
+    """The rows of each client in the whole data set; a partition sees only those kept."""
+    whole = len(kept) == dataset.size
+    table = dataset.train if whole else {name: column[kept] for name, column in dataset.train.items()}
+    parts = [np.asarray(rows, np.int64) for rows in partition(table, rng)]
+    places = np.concatenate([np.zeros(0, np.int64), *parts])
+    if len(places) and not 0 <= places.min() <= places.max() < len(kept):
+        raise DataError(
+            f"{partition} gave rows from {places.min()} to {places.max()}; there are {len(kept)} samples, "
+            "counted from 0"
+        )
+    if len(np.unique(places)) < len(places):
+        raise DataError(
+            f"{partition} gave some samples twice, so that wrong labels and validation samples would be "
+            "shared by accident; for clients that share samples use `Clients.indexed`"
+        )
+    return [kept[part] for part in parts]
+
+
+def _levels(
+    own: list[Rows], split: Splitting | None, rng: np.random.Generator
+) -> tuple[list[Rows], list[Rows] | None, list[Rows] | None]:
+    """Training, validation and test rows of each client; None for a part that nobody has."""
+    if split is None:
+        return own, None, None
+    parts = []
+    for client, (rows, stream) in enumerate(zip(own, rng.spawn(len(own)), strict=True)):
+        try:
+            parts.append(split(rows, stream))
+        except DataError as error:
+            raise DataError(f"client {client}: {error}") from None
+    train, validation, test = ([part[level] for part in parts] for level in range(3))
+    return train, validation if any(map(len, validation)) else None, test if any(map(len, test)) else None
+
+
+def _noisy(
+    dataset: Dataset, noise: Corruption | None, train: Sequence[Rows], rng: np.random.Generator
+) -> tuple[npt.NDArray[Any], dict[str, npt.NDArray[np.bool_]]]:
+    """The labels as int32, with noise if asked for; and the column that tells which are wrong."""
+    labels = np.asarray(dataset.train["labels"])
+    if np.issubdtype(labels.dtype, np.integer) or labels.dtype == bool:  # targets of a regression stay
+        labels = labels.astype(np.int32)
+    if noise is None:
+        return labels, {}
+    classes = len(dataset.classes) or int(labels.max()) + 1
+    labels, corrupted = noise(labels, train, classes, rng)
+    return labels, {"corrupted": corrupted}
+
+
+def _renumbered(parts: Sequence[Rows], used: Rows, level: str) -> list[Rows]:
+    """Rows of the whole data set as rows of the copy that clients share."""
+    if empty := [client for client, rows in enumerate(parts) if not len(rows)]:
+        raise DataError(f"the clients {empty} have no {level} samples, others have; give every client some")
+    return [np.searchsorted(used, rows) for rows in parts]
