@@ -2,19 +2,28 @@
 
 from fedbilevel.problem.base import Problem, ProblemError, compositional, minimax, single_level
 from fedbilevel.problem.constraint import Box, Positive, Simplex
+from fedbilevel.problem.loss_tuning import LossTuning, class_weights
+from fedbilevel.problem.model import MLP, Linear, Model
 from fedbilevel.problem.oracle import Client
 from fedbilevel.problem.quadratic import Composition, Quadratic, Saddle
+from fedbilevel.problem.representation import HyperRepresentation
 
 __all__ = [
+    "MLP",
     "Box",
     "Client",
     "Composition",
+    "HyperRepresentation",
+    "Linear",
+    "LossTuning",
+    "Model",
     "Positive",
     "Problem",
     "ProblemError",
     "Quadratic",
     "Saddle",
     "Simplex",
+    "class_weights",
     "compositional",
     "minimax",
     "single_level",

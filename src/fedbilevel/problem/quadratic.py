@@ -192,9 +192,9 @@ class Saddle(eqx.Module):
         return cls(scales * jnp.eye(d), b - b.mean(0) if centred else b, jnp.full(clients, penalty))
 
     def problem(self, **options: Any) -> Problem:
-        """The minimax problem, started at one; its metric `error` is `‖x − x*‖`."""
-        d = self.b.shape[1]
-        metrics = {"error": DistanceTo(self.solution()[0])}
+        """The minimax problem, started at one; its metrics are `‖x − x*‖` and `‖y − y*‖`."""
+        d, (x, y) = self.b.shape[1], self.solution()
+        metrics = {"error": DistanceTo(x), "lower_error": DistanceTo(y, "lower")}
         return minimax(
             saddle_objective, jnp.ones(self.A.shape[2]), jnp.ones(d), **{"metrics": metrics} | options
         )
@@ -261,12 +261,13 @@ class Composition(eqx.Module):
 
 
 class DistanceTo(eqx.Module):
-    """The metric `‖x − target‖`."""
+    """The metric `‖x − target‖`, or `‖y − target‖` of the lower level."""
 
     target: jax.Array
+    level: str = eqx.field(static=True, default="upper")
 
     def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.linalg.norm(x - self.target)
+        return jnp.linalg.norm((x if self.level == "upper" else y) - self.target)
 
 
 def _positive(key: jax.Array, count: int, d: int, low: Any, high: Any) -> jax.Array:

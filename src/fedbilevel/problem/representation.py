@@ -1,0 +1,85 @@
+"""Hyper-representation learning: a backbone that makes the best head good.
+
+min_x  mean_i CE(head(y*(x), backbone(x, ·)); validation data of i)
+y*(x) = argmin_y mean_i CE(head(y, backbone(x, ·)); training data of i) + (penalty/2)‖y‖²
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.random as jr
+
+from fedbilevel.problem.accuracy import Accuracy, CrossEntropy, OnTable, check_classes, table
+from fedbilevel.problem.base import Problem
+from fedbilevel.problem.model import Model
+from fedbilevel.tree import PyTree
+
+
+class Representation(eqx.Module):
+    """The classifier `head(y, backbone(x, inputs))`."""
+
+    backbone: Model
+    head: Model
+
+    def __call__(self, x: PyTree, y: PyTree, inputs: jax.Array) -> jax.Array:
+        return self.head(y, self.backbone(x, inputs))
+
+
+def HyperRepresentation(
+    backbone: Model,
+    head: Model,
+    *,
+    inputs: tuple[int, ...],
+    classes: int,
+    penalty: float = 0.01,
+    test: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> Problem:
+    """Learn a backbone x on validation data, such that a head y trained on training data does well.
+
+    Samples are dicts `{"inputs": (samples, *inputs), "labels": (samples,)}`. With a linear head the lower
+    level is strongly convex, its curvature at least `penalty`.
+
+    Args:
+        backbone: its parameters are x.
+        head: its parameters are y; one logit a class.
+        inputs: the shape of one sample's inputs.
+        classes: how many labels there are.
+        penalty: of the head's parameters, biases included.
+        test: columns `inputs` and `labels`: gives the metrics `test_accuracy` and `test_loss`.
+        seed: draws the parameters to start from.
+        **options: as for `Problem`; `client_metrics` is the clients' `accuracy` unless given.
+
+    References: L. Franceschi et al., Bilevel programming for hyperparameter optimization and
+    meta-learning, ICML 2018; FedNest, section 4.1 (an MLP 784-200-10: d_x = 157,000, d_y = 2,010).
+
+    Example:
+        >>> from fedbilevel.problem.model import MLP, Linear
+        >>> from fedbilevel.tree import size
+        >>> backbone = MLP((200,), output_activation="relu")
+        >>> problem = HyperRepresentation(backbone, Linear(10), inputs=(28, 28, 1), classes=10)
+        >>> size(problem.x0), size(problem.y0)
+        (157000, 2010)
+    """
+    k_backbone, k_head = jr.split(jr.key(seed))
+    x0, features = backbone.init(k_backbone, inputs)
+    y0, outputs = head.init(k_head, features)
+    check_classes(outputs, classes, "head")
+    classifier = Representation(backbone, head)
+    metrics = {} if test is None else _metrics(classifier, table(test, inputs, classes))
+    upper, lower = CrossEntropy(classifier), CrossEntropy(classifier, penalty)
+    measures: dict[str, Any] = {"metrics": metrics, "client_metrics": {"accuracy": Accuracy(classifier)}}
+    return Problem(upper, lower, x0, y0, **measures | options)
+
+
+def _metrics(classifier: Representation, test: PyTree) -> dict[str, OnTable]:
+    """What is measured on all test samples."""
+    return {
+        "test_accuracy": OnTable(Accuracy(classifier), test),
+        "test_loss": OnTable(CrossEntropy(classifier), test),
+    }
