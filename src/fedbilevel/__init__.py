@@ -18,11 +18,15 @@ from fedbilevel.algorithm import (
 )
 from fedbilevel.data import Clients
 from fedbilevel.engine import Process, Simulator, simulate
-from fedbilevel.experiment import Best, Diagnosis, Result, diagnose, load, solve
+from fedbilevel.experiment import Best, Diagnosis, Job, Result, diagnose, load, solve, sweep
 from fedbilevel.fed import Ledger
 from fedbilevel.problem import (
+    MLP,
     Box,
     Composition,
+    HyperRepresentation,
+    Linear,
+    LossTuning,
     Positive,
     Problem,
     Quadratic,
@@ -36,6 +40,7 @@ from fedbilevel.problem import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "MLP",
     "Best",
     "Box",
     "Clients",
@@ -45,10 +50,14 @@ __all__ = [
     "FedAvgS",
     "FedNest",
     "FedNestSGD",
+    "HyperRepresentation",
+    "Job",
     "LFedNest",
     "LFedNestNonAlt",
     "LFedNestSVRG",
     "Ledger",
+    "Linear",
+    "LossTuning",
     "Positive",
     "Problem",
     "Process",
@@ -71,5 +80,6 @@ __all__ = [
     "simulate",
     "single_level",
     "solve",
+    "sweep",
     "tree",
 ]

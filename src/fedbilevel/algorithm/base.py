@@ -71,6 +71,19 @@ class Algorithm(eqx.Module, Generic[State]):
         )
 
 
+Factory = TypeVar("Factory", bound=Callable[..., Any])
+
+
+def decides(*settings: str) -> Callable[[Factory], Factory]:
+    """Marks a function that makes a method with some settings decided, so that nobody offers them."""
+
+    def mark(factory: Factory) -> Factory:
+        factory.decided = frozenset(settings)  # type: ignore[attr-defined]
+        return factory
+
+    return mark
+
+
 def check_lengths(algorithm: Algorithm[Any], n: int) -> None:
     """Raise an error that explains if a setting with one number for each client has not n of them."""
     for field in dataclasses.fields(algorithm):

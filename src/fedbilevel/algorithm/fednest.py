@@ -11,7 +11,7 @@ import jax.random as jr
 from fedbilevel.adjoint.base import Adjoint
 from fedbilevel.adjoint.cg import ConjugateGradients
 from fedbilevel.adjoint.neumann import Neumann
-from fedbilevel.algorithm.base import Info, Rate, TwoVariables, Variables, rate
+from fedbilevel.algorithm.base import Info, Rate, TwoVariables, Variables, decides, rate
 from fedbilevel.algorithm.exchange import Point, global_adjoint
 from fedbilevel.fed.cohort import Cohort
 from fedbilevel.fed.federation import Federation
@@ -238,25 +238,49 @@ _OPTIONS = {
 }
 
 
+@decides("inner")
 def FedNestSGD(upper_lr: Rate, lower_lr: Rate, **options: Any) -> FedNest:
-    """FedNest with plain local SGD on y: `T + N' + 3` exchanges a step; y is biased by the clients' drift."""
+    """FedNest with plain local SGD on y, which is biased by the clients' drift where they differ.
+
+    Cost a step and client: `T + N' + 3` exchanges, `2d_x + (T + N' + 2)d_y` scalars down and
+    `2d_x + (T + N' + 1)d_y` up.
+
+    Reference: FedNest, section 4.1.
+    """
     return FedNest(upper_lr, lower_lr, inner="sgd", **options)
 
 
+@decides("inner", "outer")
 def LFedNest(upper_lr: Rate, lower_lr: Rate, **options: Any) -> FedNest:
-    """FedNest with the clients' own hypergradients and no anchors: `T + 1` exchanges a step.
+    """FedNest with the clients' own hypergradients and no anchors.
 
     Its limit is a stationary point of the mean of the clients' own problems, which is another point
-    than the solution when the clients differ. Reference: FedNest, algorithms 5 and 6.
+    than the solution when the clients differ.
+
+    Cost a step and client: `T + 1` exchanges, `d_x + (T + 1)d_y` scalars down and `d_x + T d_y` up.
+
+    Reference: FedNest, algorithms 5 and 6.
     """
     return FedNest(upper_lr, lower_lr, inner="sgd", outer="local", **options)
 
 
+@decides("inner", "outer")
 def LFedNestSVRG(upper_lr: Rate, lower_lr: Rate, **options: Any) -> FedNest:
-    """LFedNest with anchored steps on y: `2T + 1` exchanges a step."""
+    """LFedNest with anchored steps on y.
+
+    Cost a step and client: `2T + 1` exchanges, `d_x + (2T + 1)d_y` scalars down and `d_x + 2T d_y` up.
+
+    Reference: FedNest, appendix H.
+    """
     return FedNest(upper_lr, lower_lr, inner="svrg", outer="local", **options)
 
 
+@decides("inner", "outer", "alternate")
 def LFedNestNonAlt(upper_lr: Rate, lower_lr: Rate, **options: Any) -> FedNest:
-    """LFedNest that averages x and y at the end only: 1 exchange a step, `d_x + d_y` each way."""
+    """LFedNest that averages x and y at the end only: every client steps on its own y, then on its own x.
+
+    Cost a step and client: 1 exchange, `d_x + d_y` scalars each way.
+
+    Reference: FedNest, appendix H.1.
+    """
     return FedNest(upper_lr, lower_lr, inner="sgd", outer="local", alternate=False, **options)

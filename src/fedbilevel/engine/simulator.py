@@ -72,13 +72,14 @@ class SimulatedFederation(eqx.Module, Federation):
 
     @property
     def everyone(self) -> Cohort:
-        return SimulatedCohort(self, jnp.arange(self.n), "everyone", self.clients.weights)
+        return self._cohort(jnp.arange(self.n), "everyone", self.clients.weights)
 
     def _sample(self, key: jax.Array, size: int) -> Cohort:
         ids, weights = choose(key, self.n, size), self.clients.weights
-        return SimulatedCohort(
-            self, ids, f"sample {next(_tokens)}", None if weights is None else weights[ids]
-        )
+        return self._cohort(ids, f"sample {next(_tokens)}", None if weights is None else weights[ids])
+
+    def _cohort(self, ids: jax.Array, token: str, weights: Any) -> Cohort:
+        return SimulatedCohort(self, ids, token, weights)
 
     def publish(self, value: PyTree, label: str) -> Published:
         return Published(value, jnp.zeros(self.n, bool), label)

@@ -6,6 +6,7 @@ from fedbilevel.experiment.loop import Evaluation
 from fedbilevel.experiment.record import History, Result, load
 from fedbilevel.experiment.run import solve
 from fedbilevel.experiment.suspicion import AdjointWarning
+from fedbilevel.experiment.sweep import Job, sweep
 
 __all__ = [
     "AdjointWarning",
@@ -14,8 +15,10 @@ __all__ = [
     "Diagnosis",
     "Evaluation",
     "History",
+    "Job",
     "Result",
     "diagnose",
     "load",
     "solve",
+    "sweep",
 ]

@@ -93,6 +93,7 @@ class Run:
         self.state = map_kept(lambda kept: self.session.federation.keep(kept.value), start.state)
         self.step, self.rows, self.best = start.steps, list(start.history), start.best
         self.per_client = [dict(values) for values in start.history.per_client]
+        self.stopped = self.wanted is not None and self.wanted.is_out_of_patience(self.rows)
 
     def take(self, block: Block) -> None:
         """Go on by what a block of steps gave, and evaluate."""

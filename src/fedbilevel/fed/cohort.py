@@ -100,7 +100,7 @@ class Cohort(abc.ABC):
             weight: `(size,)` weights instead of the federation's own.
             codec: how clients write it for the wire.
         """
-        rows, answered = self.gather(value, label, codec=codec)
+        rows, answered = self._received(value, label, codec)
         given = self.weights if weight is None else weight
         weights = answered if given is None else jnp.asarray(given) * answered
         return jax.tree.map(lambda leaf: _average(leaf, weights), rows)
@@ -111,6 +111,9 @@ class Cohort(abc.ABC):
         Returns:
             the stacked values, `(size, ...)`, zeros where nothing came, and `(size,)` bool.
         """
+        return self._received(value, label, codec)
+
+    def _received(self, value: At, label: str, codec: Codec | None) -> tuple[PyTree, jax.Array]:
         self._check_mine(value)
         if codec is not None:
             value = self._run(Encode(codec), (value,), jax.random.key(0), fails=False)

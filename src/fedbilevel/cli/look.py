@@ -1,0 +1,98 @@
+"""Commands that look things up: what there is, what it needs, and what to cite."""
+
+from __future__ import annotations
+
+import inspect
+import pathlib
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from fedbilevel.cli.say import show
+from fedbilevel.experiment.citation import bibtex
+from fedbilevel.experiment.config import plans
+from fedbilevel.experiment.registry import ALGORITHMS, GROUPS, ConfigError, nearest, parameters
+from fedbilevel.experiment.traits import documented, traits
+
+commands = typer.Typer()
+
+
+@commands.command("list")
+def list_names(
+    group: Annotated[str | None, typer.Argument(help=f"One of: {', '.join(GROUPS)}, papers.")] = None,
+) -> None:
+    """What there is: algorithms, problems, models, data, partitions, engines, schedules, papers."""
+    everything = {**GROUPS, "papers": _papers()}
+    if group is not None and group not in everything:
+        raise ConfigError(
+            f"there is no group {group!r}{nearest(group, everything)} There are: {', '.join(everything)}"
+        )
+    for title in [group] if group else everything:
+        table = Table(title=title, title_justify="left", show_header=False, box=None, title_style="bold")
+        for name, thing in everything[title].items():
+            table.add_row(name, _summary(thing))
+        show(table)
+
+
+@commands.command("show")
+def show_name(
+    name: Annotated[str, typer.Argument(help="A name that `list` shows.", show_default=False)],
+) -> None:
+    """All about one name: its settings with the papers' symbols, its cost, its needs, its reference."""
+    known = {key: thing for group in GROUPS.values() for key, thing in group.items()}
+    if name not in known:
+        raise ConfigError(f"there is no {name!r}{nearest(name, known)} `fedbilevel list` shows all names.")
+    thing = known[name]
+    if not callable(thing):
+        show(str(thing))
+        return
+    text, fields = documented(thing)
+    show(f"{name}\n\n{text}\n")
+    show(_settings(thing, fields))
+    if name in ALGORITHMS:
+        show(f"\nneeds\n{traits(thing)}")
+
+
+@commands.command()
+def cite(
+    file: Annotated[pathlib.Path, typer.Argument(help="An experiment file (TOML).", show_default=False)],
+) -> None:
+    """BibTeX of what an experiment uses."""
+    show(bibtex(dict.fromkeys(name for plan in plans(file) for name in _names(plan.config))))
+
+
+def _names(value: Any) -> Iterator[str]:
+    """All kinds and data sets that a configuration names."""
+    if isinstance(value, dict):
+        yield from (str(value[key]) for key in ("kind", "name") if key in value)
+        for item in value.values():
+            yield from _names(item)
+
+
+def _papers() -> dict[str, str]:
+    """The experiment files that stand in the folder `papers` here, with their descriptions."""
+    files = sorted(pathlib.Path("papers").rglob("*.toml"))
+    return {str(file): _first_comment(file) for file in files}
+
+
+def _first_comment(file: pathlib.Path) -> str:
+    return file.read_text().partition("\n")[0].lstrip("# ")
+
+
+def _summary(thing: Any) -> str:
+    if isinstance(thing, str):
+        return thing
+    text = thing.description if hasattr(thing, "description") else inspect.getdoc(thing) or ""
+    return str(text).partition("\n")[0]
+
+
+def _settings(factory: Any, fields: dict[str, str]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for title in ("setting", "default", "meaning"):
+        table.add_column(title, overflow="fold")
+    for name, parameter in parameters(factory).items():
+        needed = parameter.default is inspect.Parameter.empty
+        table.add_row(name, "needed" if needed else repr(parameter.default), fields.get(name, ""))
+    return table

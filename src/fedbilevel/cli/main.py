@@ -1,0 +1,63 @@
+"""The commands in one program, and what their mistakes look like."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from typing import Any
+
+import typer
+
+from fedbilevel import __version__
+from fedbilevel.cli import data, demo, look, run
+from fedbilevel.cli.say import EPILOG, complain
+
+app = typer.Typer(
+    name="fedbilevel",
+    help="Federated bilevel optimisation: run experiments, compare methods, look things up.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    epilog=EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for group in (run.commands, look.commands, demo.commands):
+    app.registered_commands.extend(group.registered_commands)
+app.add_typer(data.commands, name="data")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"fedbilevel {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Say the version."
+    ),
+) -> None:
+    """Federated bilevel optimisation: run experiments, compare methods, look things up."""
+
+
+def main() -> None:
+    """Run the command line. A user's mistake is one message and exit code 2, never a traceback.
+
+    `FEDBILEVEL_DEBUG=1` shows the traceback.
+    """
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    warnings.showwarning = _one_line
+    try:
+        app()
+    except (ValueError, TypeError, RuntimeError, OSError) as error:
+        if os.environ.get("FEDBILEVEL_DEBUG"):
+            raise
+        complain(str(error))
+        sys.exit(2)
+
+
+def _one_line(message: Any, *_: Any, **__: Any) -> None:
+    print(f"Warning: {message}", file=sys.stderr)

@@ -1,0 +1,212 @@
+"""Commands that run experiments and compare what came out."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from fedbilevel.cli.say import remark, show
+from fedbilevel.experiment.config import Plan, parsed, plans
+from fedbilevel.experiment.estimate import estimate
+from fedbilevel.experiment.figure import draw_curves
+from fedbilevel.experiment.registry import ConfigError
+from fedbilevel.experiment.report import RunError, choose_metric, compare, find_runs
+from fedbilevel.experiment.runner import Outcome, run_all
+
+commands = typer.Typer()
+
+File = Annotated[pathlib.Path, typer.Argument(help="An experiment file (TOML).", show_default=False)]
+Out = Annotated[
+    pathlib.Path | None,
+    typer.Option("--out", "-o", help="Folder for the results; default: runs/<name of the file>."),
+]
+Change = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", "-s", help="Change a setting, for example algorithm.upper_lr=0.01.", metavar="KEY=VALUE"
+    ),
+]
+Preset = Annotated[str | None, typer.Option("--preset", "-P", help="Apply one of the file's presets.")]
+Only = Annotated[
+    list[str] | None, typer.Option("--only", help="Run this variant of the file only; repeatable.")
+]
+Steps = Annotated[int | None, typer.Option("--steps", "-n", help="Steps, in the place of the file's.")]
+EngineName = Annotated[str | None, typer.Option("--engine", "-e", help="simulator or process.")]
+Again = Annotated[bool, typer.Option("--again", help="Begin anew where there is a run already.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
+
+
+@commands.command()
+def run(
+    file: File,
+    out: Out = None,
+    change: Change = None,
+    preset: Preset = None,
+    only: Only = None,
+    seed: Annotated[int | None, typer.Option(help="One seed, in the place of the file's.")] = None,
+    steps: Steps = None,
+    engine: EngineName = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check it, do one step, estimate the whole; write nothing.")
+    ] = False,
+    again: Again = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run an experiment file: every variant, every seed.
+
+    What is done already is not done again, and what was interrupted goes on.
+    """
+    todo = plans(
+        file,
+        preset=preset,
+        changes=_changes(change, steps, engine),
+        seeds=None if seed is None else [seed],
+        only=only or (),
+    )
+    if dry_run:
+        _estimate(todo)
+    else:
+        _execute(todo, out or _usual_folder(file, preset), together=False, again=again, quiet=quiet)
+
+
+@commands.command()
+def sweep(
+    file: File,
+    parameter: Annotated[
+        list[str],
+        typer.Option(
+            "--parameter", "-p", help="Values to try: algorithm.upper_lr=0.001,0.01", metavar="KEY=A,B,..."
+        ),
+    ],
+    seeds: Annotated[int | None, typer.Option(help="How many seeds, in the place of the file's.")] = None,
+    out: Out = None,
+    change: Change = None,
+    preset: Preset = None,
+    only: Only = None,
+    steps: Steps = None,
+    engine: EngineName = None,
+    again: Again = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run an experiment for every combination of some settings.
+
+    Runs that differ in numbers only (step sizes, seeds) are one vmapped program.
+    """
+    todo = plans(
+        file,
+        preset=preset,
+        changes=_changes(change, steps, engine),
+        grid=dict(_values(text) for text in parameter),
+        seeds=None if seeds is None else range(seeds),
+        only=only or (),
+    )
+    _execute(todo, out or _usual_folder(file, "sweep"), together=True, again=again, quiet=quiet)
+
+
+@commands.command()
+def resume(
+    folder: Annotated[
+        pathlib.Path, typer.Argument(help="A run's folder, or one above several.", show_default=False)
+    ],
+    steps: Annotated[int | None, typer.Option("--steps", "-n", help="Go on until so many steps.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Go on with runs that were interrupted, from their last checkpoints, to the same bits."""
+    found = (
+        [folder / "config.toml"] if (folder / "config.toml").exists() else sorted(folder.rglob("config.toml"))
+    )
+    if not found:
+        raise RunError(f"there is no run in {folder}: no folder there has a config.toml")
+    tasks = [
+        (plan, file.parent) for file in found for plan in plans(file, changes=_changes(None, steps, None))
+    ]
+    _finish(list(run_all(tasks, progress=False if quiet else None)))
+
+
+@commands.command("compare")
+def compare_runs(
+    folders: Annotated[
+        list[pathlib.Path], typer.Argument(help="Folders of runs, or above runs.", show_default=False)
+    ],
+    metric: Annotated[str | None, typer.Option("--metric", "-m", help="A column of the histories.")] = None,
+    out: Annotated[pathlib.Path | None, typer.Option("--out", "-o", help="Folder for the figures.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The table as JSON.")] = False,
+    no_figures: Annotated[bool, typer.Option("--no-figures", help="Only the table.")] = False,
+) -> None:
+    """Compare runs at equal rounds, equal bytes and equal oracle calls, and draw their curves."""
+    _compare(folders, metric, None if no_figures else out or folders[0], as_json)
+
+
+# --------------------------------------------------------------------- parts
+
+
+def _changes(change: Sequence[str] | None, steps: int | None, engine: str | None) -> dict[str, object]:
+    """What the options change in a file."""
+    given = dict(parsed(text) for text in change or ())
+    return given | {key: value for key, value in (("steps", steps), ("engine", engine)) if value is not None}
+
+
+def _values(text: str) -> tuple[str, list[object]]:
+    """`key=a,b` as the key and its values; `key=[...]` is a TOML list."""
+    key, value = parsed(text)
+    if isinstance(value, str):
+        return key, [parsed(f"value={part}")[1] for part in value.split(",")]
+    return key, value if isinstance(value, list) else [value]
+
+
+def _usual_folder(file: pathlib.Path, addition: str | None) -> pathlib.Path:
+    return pathlib.Path("runs") / "-".join(filter(None, [file.stem, addition]))
+
+
+def _estimate(todo: Sequence[Plan]) -> None:
+    variants = {plan.variant: plan for plan in reversed(todo)}
+    for variant, plan in reversed(variants.items()):
+        found, seeds = estimate(plan), sum(other.variant == variant for other in todo)
+        show(f"{variant or plan.config['name']}, {seeds} seed{'s' * (seeds > 1)}, each: {found}")
+
+
+def _execute(todo: Sequence[Plan], out: pathlib.Path, *, together: bool, again: bool, quiet: bool) -> None:
+    if not todo:
+        raise ConfigError("there is nothing to run")
+    tasks = [(plan, out / plan.folder) for plan in todo]
+    outcomes = []
+    try:
+        for outcome in run_all(tasks, together=together, again=again, progress=False if quiet else None):
+            outcomes.append(outcome)
+            remark(_line(outcome, len(outcomes), len(tasks)))
+    except KeyboardInterrupt:
+        remark(f"Interrupted. `fedbilevel resume {out}` goes on, to the same bits.")
+        raise typer.Exit(130) from None
+    if any(outcome.status != "diverged" for outcome in outcomes):
+        _compare([out], None, out, False)
+    _finish(outcomes)
+
+
+def _line(outcome: Outcome, number: int, of: int) -> str:
+    name = outcome.plan.variant or outcome.plan.config["name"]
+    how = outcome.status if outcome.fresh else f"{outcome.status} before"
+    steps = f"{outcome.result.steps} steps"
+    return f"[{number}/{of}] {name}, seed {outcome.plan.seed}: {how}, {steps}, {outcome.folder}"
+
+
+def _compare(
+    folders: Sequence[pathlib.Path], metric: str | None, figures: pathlib.Path | None, as_json: bool
+) -> None:
+    runs = find_runs(folders)
+    metric = choose_metric(runs, metric)
+    comparison = compare(runs, metric)
+    show(comparison.to_json() if as_json else comparison.table())
+    if figures is not None:
+        figures.mkdir(parents=True, exist_ok=True)
+        drawn = draw_curves(runs, metric, figures)
+        remark(f"Figures: {drawn[0]} and {len(drawn) - 1} more")
+
+
+def _finish(outcomes: Sequence[Outcome]) -> None:
+    broken = [outcome for outcome in outcomes if outcome.status == "diverged"]
+    if broken:
+        remark(f"{len(broken)} of {len(outcomes)} runs diverged. Smaller step sizes? `fb.diagnose` helps.")
+        raise typer.Exit(1)

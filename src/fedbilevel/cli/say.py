@@ -1,0 +1,31 @@
+"""How the command line speaks: results on standard output, everything else on standard error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+EPILOG = (
+    "Exit codes: 0 all is well, 1 a run diverged or a check failed, 2 a mistake in a file or an option, "
+    "130 interrupted."
+)
+
+_errors = Console(stderr=True, soft_wrap=True)
+_out = Console(soft_wrap=True)
+
+
+def complain(message: str) -> None:
+    """An error, in plain words."""
+    _errors.print(Text("Error: ", style="bold red").append(message, style="default"))
+
+
+def remark(message: str) -> None:
+    """What happens meanwhile."""
+    _errors.print(Text(message))
+
+
+def show(thing: Any) -> None:
+    """What was asked for: text, or something that rich can draw."""
+    _out.print(Text(thing) if isinstance(thing, str) else thing)

@@ -1,0 +1,107 @@
+"""From the settings of a run to what `solve` takes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax.random as jr
+
+from fedbilevel.algorithm.base import Algorithm
+from fedbilevel.data.clients import Clients, DataError
+from fedbilevel.data.dataset import Dataset
+from fedbilevel.data.federate import federate
+from fedbilevel.data.source import load
+from fedbilevel.engine.base import Engine
+from fedbilevel.experiment.best import Best
+from fedbilevel.experiment.config import TABLES, Plan
+from fedbilevel.experiment.construct import Table, check_keys, construct, nested
+from fedbilevel.experiment.registry import NESTED, PROBLEMS, ConfigError, find, parameters
+from fedbilevel.problem.base import Problem
+from fedbilevel.problem.loss_tuning import class_weights
+
+_DATA = {*inspect.signature(federate).parameters, "name", "dir"} - {"dataset"}
+_IMPLIED = {"split": "Split", "long_tail": "LongTail", "noise": "LabelNoise"}
+"""Tables of `[data]` that can only be of one kind."""
+
+
+class Built(NamedTuple):
+    """The objects of one run."""
+
+    problem: Problem
+    clients: Clients
+    algorithm: Algorithm[Any]
+    engine: Engine
+    best: Best | None
+
+
+def build(plan: Plan) -> Built:
+    """The objects that a plan describes; errors name the file and the key."""
+    try:
+        problem, clients = _problem_and_clients(plan)
+        algorithm, engine = (construct(plan.config[key], TABLES[key], key) for key in ("algorithm", "engine"))
+        best = (
+            construct({"kind": "Best"} | plan.config["best"], NESTED, "best")
+            if "best" in plan.config
+            else None
+        )
+    except (ConfigError, DataError) as error:
+        raise type(error)(f"{plan.source}: {error}") from error
+    for key, value, kind in (("problem", problem, Problem), ("algorithm", algorithm, Algorithm)):
+        if not isinstance(value, kind):
+            raise ConfigError(f"{plan.source}: {key} gave {value!r}, which is no {kind.__name__}")
+    return Built(problem, clients, algorithm, engine, best)
+
+
+def data_of(table: Table) -> tuple[Dataset, Clients]:
+    """The data set that a `[data]` table names, and the clients it makes of it."""
+    return _data(json.dumps(table, sort_keys=True))
+
+
+@functools.lru_cache(maxsize=4)  # the variants of a file mostly share their data
+def _data(text: str) -> tuple[Dataset, Clients]:
+    table = json.loads(text)
+    check_keys(table, _DATA, "data")
+    for key in ("name", "partition"):
+        if key not in table:
+            raise ConfigError(f"data.{key} is missing")
+    table |= {key: {"kind": kind} | table[key] for key, kind in _IMPLIED.items() if key in table}
+    arguments = {
+        key: nested(value, f"data.{key}") for key, value in table.items() if key not in ("name", "dir")
+    }
+    dataset = load(table["name"], table.get("dir"))
+    return dataset, federate(dataset, **arguments)
+
+
+def _problem_and_clients(plan: Plan) -> tuple[Problem, Clients]:
+    """A problem on given data, or one that brings its own: it has `problem()` and `clients()`."""
+    table, data, seed = plan.config["problem"], plan.config.get("data", {}), plan.seed
+    if {"inputs", "classes"} & set(parameters(find(table["kind"], PROBLEMS, "problem"))):
+        dataset, clients = data_of(data)
+        return construct(table, PROBLEMS, "problem", _surroundings(dataset, clients, seed)), clients
+    # The data's seed draws the instance, so that all seeds of a run solve the same problem.
+    known = construct(
+        table, PROBLEMS, "problem", {"key": lambda: jr.key(data.get("seed", 0)), "seed": lambda: seed}
+    )
+    if isinstance(known, tuple):
+        return known
+    rest = {key: nested(value, f"data.{key}") for key, value in data.items() if key != "seed"}
+    check_keys(
+        rest, {*inspect.signature(known.clients).parameters, "batch_size", "weights"} - {"options"}, "data"
+    )
+    return known.problem(), known.clients(**rest)
+
+
+def _surroundings(dataset: Dataset, clients: Clients, seed: int) -> Mapping[str, Callable[[], Any]]:
+    """Arguments of a problem that the data decide."""
+    classes = len(dataset.classes)
+    return {
+        "inputs": lambda: dataset.train["inputs"].shape[1:],
+        "classes": lambda: classes,
+        "test": lambda: dataset.test,
+        "balance": lambda: class_weights(clients, classes),
+        "seed": lambda: seed,
+    }

@@ -1,0 +1,74 @@
+"""What to cite: the BibTeX entries of the methods, problems and data that an experiment uses."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.resources
+import re
+from collections.abc import Iterable, Mapping
+
+_ALWAYS = ("fedbilevel", "bradbury2018jax", "kidger2021equinox")
+
+CITED: Mapping[str, tuple[str, ...]] = {
+    # algorithms
+    "FedNest": ("tarzanagh2022fednest",),
+    "FedNestSGD": ("tarzanagh2022fednest",),
+    "LFedNest": ("tarzanagh2022fednest",),
+    "LFedNestSVRG": ("tarzanagh2022fednest",),
+    "LFedNestNonAlt": ("tarzanagh2022fednest",),
+    "FedAvg": ("mcmahan2017communication",),
+    "FedAvgS": ("hou2021efficient",),
+    # problems
+    "HyperRepresentation": ("franceschi2018bilevel", "tarzanagh2022fednest"),
+    "LossTuning": ("kini2021label", "li2021autobalance", "tarzanagh2022fednest"),
+    "Saddle": ("tarzanagh2022fednest",),
+    # data
+    "mnist": ("lecun1998gradient",),
+    "mnist-mini": ("lecun1998gradient",),
+    "fashion-mnist": ("xiao2017fashion",),
+    "emnist-*": ("cohen2017emnist",),
+    "cifar10": ("krizhevsky2009learning",),
+    "cifar100": ("krizhevsky2009learning",),
+    "omniglot": ("lake2015human",),
+    "shakespeare": ("caldas2018leaf",),
+    "ocr-letters": ("taskar2003max",),
+    # partitions
+    "Shards": ("mcmahan2017communication",),
+    "Dirichlet": ("marfoq2021federated",),
+    "Pachinko": ("reddi2021adaptive",),
+    # software
+    "optax": ("deepmind2020jax",),
+}
+"""Names that an experiment's configuration uses (`*` stands for anything), and the entries they need."""
+
+
+def bibtex(names: Iterable[str]) -> str:
+    """The BibTeX entries of what an experiment uses, each once, always in the same order.
+
+    JAX, Equinox and this library are always among them. A name without an entry is not cited.
+
+    Args:
+        names: of algorithms, problems, data sets and partitions, as in a configuration.
+
+    >>> print(bibtex(["FedAvgS"]).split("@")[-1].strip())
+    misc{hou2021efficient,
+      title        = {Efficient Algorithms for Federated Saddle Point Optimization},
+      author       = {Hou, Charlie and Thekumparampil, Kiran K. and Fanti, Giulia and Oh, Sewoong},
+      year         = {2021},
+      eprint       = {2102.06333},
+      archiveprefix = {arXiv}
+    }
+    """
+    needed = {*_ALWAYS, *(key for name in names for key in _keys(name))}
+    return "\n".join(entry for key, entry in _entries().items() if key in needed)
+
+
+def _keys(name: str) -> list[str]:
+    return [key for pattern, keys in CITED.items() if fnmatch.fnmatchcase(name, pattern) for key in keys]
+
+
+def _entries() -> dict[str, str]:
+    """The entries of `references.bib` by key, each text ending in a line break."""
+    text = importlib.resources.files(__package__).joinpath("references.bib").read_text("utf-8")
+    found = re.finditer(r"^@\w+\{([^,\s]+),.*?^\}\n", text, re.MULTILINE | re.DOTALL)
+    return {entry[1]: entry[0] for entry in found}

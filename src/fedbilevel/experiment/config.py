@@ -1,0 +1,271 @@
+"""Experiment files: one TOML file describes several runs, one for each variant and seed.
+
+name = "FedNest, figure 2a"
+steps = 500
+seeds = [0, 1, 2]
+
+[problem]                          # kind, and the arguments of the class of that name
+[data]                             # name, partition, split, ... : the arguments of `federate`
+[algorithm]
+[engine]
+
+[presets.small]                    # changes for `--preset small`
+[variants."LFedNest"]              # changes, one run folder for each variant
+[grid]                             # "algorithm.upper_lr" = [0.01, 0.1]: every combination
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import itertools
+import json
+import pathlib
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import tomli_w
+
+from fedbilevel.experiment.construct import Table, check_keys, with_defaults
+from fedbilevel.experiment.engines import ENGINES
+from fedbilevel.experiment.registry import (
+    ALGORITHMS,
+    NESTED,
+    PROBLEMS,
+    ConfigError,
+    Factory,
+    find,
+    nearest,
+    parameters,
+)
+from fedbilevel.experiment.run import usual_interval
+
+TABLES: Mapping[str, Mapping[str, Factory]] = {
+    "problem": PROBLEMS,
+    "algorithm": ALGORITHMS,
+    "engine": ENGINES,
+}
+_SETTINGS = (
+    *("name", "description", "variant", "steps", "every", "seeds", "seed", "precision", "measure", "loggers"),
+    *("data", "problem", "algorithm", "engine", "best", "checkpoint"),
+)
+_SCRIPT = ("presets", "variants", "grid")
+_NOT_HASHED = ("name", "description", "variant", "loggers", "checkpoint", "steps")
+"""What does not change the numbers of a run (more steps only continue it)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One run: its settings with every variant, preset and option applied.
+
+    Attributes:
+        source: the file it came from.
+        config: the tables, complete: `config.toml` of the run's folder.
+    """
+
+    source: str
+    config: Table
+
+    @property
+    def variant(self) -> str:
+        """What distinguishes it from the other runs of its file, but for the seed."""
+        return str(self.config["variant"])
+
+    @property
+    def seed(self) -> int:
+        """Of the run."""
+        return int(self.config["seed"])
+
+    @property
+    def folder(self) -> str:
+        """Where it goes, below the folder of the whole experiment."""
+        slug = re.sub(r"[^\w.=+-]+", "-", self.variant).strip("-").lower()
+        return f"{slug}/seed-{self.seed}" if slug else f"seed-{self.seed}"
+
+    @property
+    def hash(self) -> str:
+        """Two runs with the same hash give the same numbers, as far as both go."""
+        relevant = {key: value for key, value in self.config.items() if key not in _NOT_HASHED}
+        return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:16]
+
+    def toml(self) -> str:
+        """The settings as a file that can be run itself."""
+        return tomli_w.dumps(self.config)
+
+
+def read(path: str | pathlib.Path) -> Table:
+    """The tables of a file, not yet checked."""
+    try:
+        return tomllib.loads(pathlib.Path(path).read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {path}") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as TOML: {error}") from None
+
+
+def plans(
+    path: str | pathlib.Path,
+    *,
+    preset: str | None = None,
+    changes: Mapping[str, Any] | None = None,
+    grid: Mapping[str, Sequence[Any]] | None = None,
+    seeds: Sequence[int] | None = None,
+    only: Sequence[str] = (),
+) -> list[Plan]:
+    """All runs that a file describes, in order.
+
+    Args:
+        path: the file.
+        preset: the name of one of its presets.
+        changes: dotted key -> value, applied last (`--set`).
+        grid: dotted key -> values, beside the file's own `[grid]`.
+        seeds: in the place of the file's.
+        only: names of variants; default: all.
+    """
+    try:
+        return list(_plans(read(path), str(path), preset, dict(changes or {}), dict(grid or {}), seeds, only))
+    except ConfigError as error:
+        prefix = (
+            ""
+            if str(error).startswith(f"{path}") or str(error).startswith("there is no file")
+            else f"{path}: "
+        )
+        raise ConfigError(f"{prefix}{error}") from None
+
+
+def _plans(
+    config: Table,
+    source: str,
+    preset: str | None,
+    changes: dict[str, Any],
+    grid: dict[str, Sequence[Any]],
+    seeds: Sequence[int] | None,
+    only: Sequence[str],
+) -> Iterator[Plan]:
+    check_keys(config, (*_SETTINGS, *_SCRIPT), "")
+    script = {key: config.pop(key, {}) for key in _SCRIPT}
+    chosen = copy.deepcopy(_pick(script["presets"], preset, "preset")) if preset else {}
+    preset_variants = chosen.pop("variants", {})
+    grid = {**script["grid"], **chosen.pop("grid", {}), **grid}
+    base = merged(config, chosen)
+    for name, change in _variants(script["variants"], only):
+        special = merged(merged(base, change), preset_variants.get(name, {}))
+        for point in _points(grid):
+            settings = merged(special, tree_of({**point, **changes}))
+            settings["variant"] = ", ".join(
+                filter(None, [name or settings.get("variant", ""), *_labels(point)])
+            )
+            for seed in seeds if seeds is not None else _seeds(settings):
+                yield Plan(source, complete(settings | {"seed": int(seed)}))
+
+
+def complete(settings: Table) -> Table:
+    """Settings with all defaults written out; raises errors for what is missing or unknown."""
+    settings = {key: value for key, value in settings.items() if key != "seeds"}
+    for key in ("problem", "algorithm", "steps"):
+        if key not in settings:
+            raise ConfigError(f"{key} is missing")
+    steps = settings["steps"]
+    if not isinstance(steps, int) or steps < 0:
+        raise ConfigError(f"steps is {steps!r}; it must be a whole number of at least 0")
+    if settings.get("precision", "float32") not in ("float32", "float64"):
+        raise ConfigError(f'precision is {settings["precision"]!r}; it must be "float32" or "float64"')
+    usual = {
+        "name": "experiment",
+        "precision": "float32",
+        "every": usual_interval(steps),
+        "engine": "simulator",
+    }
+    settings = usual | settings
+    tables = {key: with_defaults(settings[key], group, key) for key, group in TABLES.items()}
+    for key, table in tables.items():
+        check_keys(table, {*parameters(find(table["kind"], TABLES[key], key)), "kind"}, key)
+    return settings | tables
+
+
+# ------------------------------------------------------------------- changes
+
+
+def merged(base: Table, change: Mapping[str, Any]) -> Table:
+    """A table with changes, deeply.
+
+    Where the kind of a table changes, settings of the old kind that the new one does not have are dropped.
+    """
+    new = copy.deepcopy(base)
+    for key, value in change.items():
+        old = new.get(key)
+        if isinstance(value, Mapping) and isinstance(old, dict):
+            new[key] = merged(_adapted(old, value.get("kind")), value)
+        else:
+            new[key] = copy.deepcopy(value)
+    return new
+
+
+def _adapted(table: Table, kind: Any) -> Table:
+    """What of a table makes sense for another kind."""
+    everything = {**ALGORITHMS, **PROBLEMS, **NESTED, **ENGINES}
+    old, new = everything.get(table.get("kind", "")), everything.get(kind or "")
+    if kind is None or kind == table.get("kind") or old is None or new is None:
+        return table
+    lost = set(parameters(old)) - set(parameters(new))
+    return {key: value for key, value in table.items() if key not in lost}
+
+
+def tree_of(dotted: Mapping[str, Any]) -> Table:
+    """`{"a.b": 1}` as `{"a": {"b": 1}}`."""
+    tree: Table = {}
+    for key, value in dotted.items():
+        *path, last = key.split(".")
+        place = tree
+        for part in path:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return tree
+
+
+def parsed(text: str) -> tuple[str, Any]:
+    """`algorithm.upper_lr=0.01` of the command line as a key and a value; bare words are strings."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"{text!r} is not of the form key=value, such as algorithm.upper_lr=0.01")
+    try:
+        return key.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value.strip()
+
+
+def _pick(table: Mapping[str, Any], name: str, what: str) -> Any:
+    if name not in table:
+        known = ", ".join(table) or "none"
+        raise ConfigError(f"there is no {what} {name!r}{nearest(name, table)} The file has: {known}")
+    return table[name]
+
+
+def _variants(variants: Mapping[str, Any], only: Sequence[str]) -> list[tuple[str, Table]]:
+    if only:
+        return [(name, _pick(variants, name, "variant")) for name in only]
+    return list(variants.items()) or [("", {})]
+
+
+def _points(grid: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    for key, values in grid.items():
+        if isinstance(values, str) or not isinstance(values, Sequence):
+            raise ConfigError(f'grid."{key}" must be a list of values; it is {values!r}')
+    for combination in itertools.product(*grid.values()):
+        yield dict(zip(grid, combination, strict=True))
+
+
+def _labels(point: Mapping[str, Any]) -> list[str]:
+    return [f"{key.rsplit('.', 1)[-1]}={value}" for key, value in point.items()]
+
+
+def _seeds(settings: Mapping[str, Any]) -> list[int]:
+    seeds = settings.get("seeds", [settings.get("seed", 0)])
+    if isinstance(seeds, int):
+        return list(range(seeds))
+    if isinstance(seeds, list) and seeds and all(isinstance(seed, int) for seed in seeds):
+        return seeds
+    raise ConfigError(f"seeds is {seeds!r}; it must be a list of whole numbers, or how many there are")

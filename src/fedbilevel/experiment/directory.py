@@ -1,0 +1,197 @@
+"""A run's folder: settings, manifest, the history as it grows, and checkpoints.
+
+    config.toml        the settings, complete; can be run itself
+    manifest.json      versions, seed, hash of the settings, status
+    history.jsonl      one row an evaluation
+    clients.jsonl      the clients' own values, where the problem has client metrics
+    checkpoint-<step>-<hash>.npz
+    result.npz         the end
+
+A checkpoint's name holds the hash of its content, so a damaged one is recognised; it appears under its
+name only when it is complete. Whenever a run is killed, going on from the newest sound checkpoint gives
+the same bits as a run that was not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import pathlib
+import platform
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedbilevel.experiment.config import Plan
+from fedbilevel.experiment.loop import Evaluation
+from fedbilevel.experiment.record import Result, load, written
+from fedbilevel.experiment.report import RunError
+from fedbilevel.portable import PortableError
+
+log = logging.getLogger("fedbilevel")
+
+FORMAT = "fedbilevel run 1"
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)-([0-9a-f]{16})\.npz")
+_PACKAGES = ("fedbilevel", "jax", "jaxlib", "numpy", "equinox", "optax")
+
+
+class Directory:
+    """One run's folder.
+
+    Args:
+        path: the folder; made if it is not there.
+        keep: how many checkpoints are kept, beside that of the best row.
+        every: evaluations between two checkpoints.
+    """
+
+    def __init__(self, path: pathlib.Path, keep: int = 2, every: int = 1) -> None:
+        if keep < 1 or every < 1:
+            raise RunError(f"checkpoint.keep is {keep}, checkpoint.every {every}; they must be at least 1")
+        self.path, self.keep, self.every = path, keep, every
+        self._since, self._rows = 0.0, 0
+
+    # ------------------------------------------------------------- beginning
+
+    def is_done(self, plan: Plan) -> bool:
+        """Whether this very run has ended here; one that has ended by itself goes on for more steps."""
+        facts = self.manifest()
+        if facts.get("config_hash") != plan.hash or not (self.path / "result.npz").exists():
+            return False
+        ended = facts["status"] in ("stopped", "diverged")
+        return ended or (facts["status"] == "done" and facts["steps"] >= plan.config["steps"])
+
+    def begin(self, plan: Plan, *, again: bool = False) -> Result | None:
+        """Make the folder ready, and return what an earlier run of the same plan has reached there."""
+        earlier = self.manifest()
+        if earlier and not again and earlier.get("config_hash") != plan.hash:
+            raise RunError(
+                f"{self.path} holds a run with other settings. Choose another folder with --out, or "
+                "replace it with --again."
+            )
+        if again:
+            self._clear()
+        start = self.last() if earlier and not again else None
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._write("config.toml", plan.toml())
+        self.note(**_facts(plan), status="running")
+        self._cut_back(0 if start is None else len(start.history))
+        return start
+
+    def _clear(self) -> None:
+        for name in ("history.jsonl", "clients.jsonl", "manifest.json", "result.npz"):
+            (self.path / name).unlink(missing_ok=True)
+        for file, *_ in self._checkpoints():
+            file.unlink()
+
+    def _cut_back(self, rows: int) -> None:
+        """Forget the rows behind the checkpoint, the last of which may be half a line: they come again."""
+        self._rows = rows
+        for name in ("history.jsonl", "clients.jsonl"):
+            file = self.path / name
+            lines = file.read_text().splitlines(keepends=True)[:rows] if file.exists() else []
+            if file.exists() or name == "history.jsonl":
+                self._write(name, "".join(lines))
+            if name == "history.jsonl":
+                spent = json.loads(lines[-1])["seconds"] if lines else 0.0
+                self._since = time.monotonic() - spent
+
+    # --------------------------------------------------------------- running
+
+    def record(self, seen: Evaluation) -> None:
+        """Write a new row and a checkpoint."""
+        seconds = round(time.monotonic() - self._since, 3)
+        self._append("history.jsonl", seen.row | {"seconds": seconds})
+        if seen.clients:
+            values = {name: np.asarray(column).tolist() for name, column in seen.clients.items()}
+            self._append("clients.jsonl", {"step": seen.row["step"]} | values)
+        self._rows += 1
+        if (self._rows - 1) % self.every == 0:
+            self._save(seen.result())
+
+    def finish(self, result: Result, status: str) -> None:
+        """Write the result and say how the run ended."""
+        result.save(self.path / "result.npz")
+        self.note(status=status, steps=result.steps, notes=list(result.notes), failures=list(result.failures))
+
+    def note(self, **facts: Any) -> None:
+        """Add facts to the manifest."""
+        self._write("manifest.json", json.dumps(self.manifest() | facts, indent=2) + "\n")
+
+    def manifest(self) -> dict[str, Any]:
+        """What the manifest says; empty if there is none."""
+        file = self.path / "manifest.json"
+        if not file.exists():
+            return {}
+        try:
+            return dict(json.loads(file.read_text()))
+        except ValueError as error:
+            raise RunError(f"{file} cannot be read: {error}") from None
+
+    # ----------------------------------------------------------- checkpoints
+
+    def _save(self, result: Result) -> None:
+        if result.diverged:
+            return  # going on from before it diverges again, and ends like a run that was not killed
+        draft = result.save(self.path / ".checkpoint.npz")
+        draft.replace(self.path / f"checkpoint-{result.steps:08}-{_hash(draft)}.npz")
+        kept = {step for _, step, _ in list(self._checkpoints())[: self.keep]}
+        if result.best is not None:
+            kept.add(result.best.step)
+        for file, step, _ in list(self._checkpoints()):
+            if step not in kept:
+                file.unlink()
+
+    def _checkpoints(self) -> Iterator[tuple[pathlib.Path, int, str]]:
+        """File, step and hash of every checkpoint, the newest first."""
+        files = self.path.glob("checkpoint-*.npz") if self.path.exists() else []
+        matches = [(file, _CHECKPOINT.fullmatch(file.name)) for file in files]
+        found = [(file, int(match[1]), match[2]) for file, match in matches if match]
+        return iter(sorted(found, key=lambda item: item[1], reverse=True))
+
+    def last(self) -> Result | None:
+        """The newest checkpoint that is sound; what is said of damaged ones is one line each."""
+        for file, _, digest in self._checkpoints():
+            try:
+                if _hash(file) != digest:
+                    raise PortableError("its content does not match its name")
+                return load(file)
+            except (OSError, PortableError) as error:
+                log.warning("%s is damaged and not used (%s); going on from the one before", file, error)
+        return None
+
+    # ----------------------------------------------------------------- files
+
+    def _write(self, name: str, text: str) -> None:
+        with written(self.path / name) as file:
+            file.write(text.encode())
+
+    def _append(self, name: str, row: dict[str, Any]) -> None:
+        with open(self.path / name, "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def _hash(file: pathlib.Path) -> str:
+    with open(file, "rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()[:16]
+
+
+def _facts(plan: Plan) -> dict[str, Any]:
+    """What a manifest says of a run before it starts."""
+    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    return {
+        "format": FORMAT,
+        "name": plan.config["name"],
+        "variant": plan.variant,
+        "seed": plan.seed,
+        "config_hash": plan.hash,
+        "precision": plan.config["precision"],
+        "prng": str(jax.random.key_impl(jax.random.key(0))),
+        "versions": {"python": platform.python_version()} | versions,
+        "platform": f"{platform.system()} {platform.machine()}, JAX on {jax.default_backend()}",
+    }

@@ -1,0 +1,104 @@
+"""What a run will take, from one step of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from fedbilevel.experiment.build import build
+from fedbilevel.experiment.config import Plan
+from fedbilevel.experiment.evaluate import Evaluator
+from fedbilevel.experiment.loop import Run
+from fedbilevel.experiment.run import check, ready, room
+from fedbilevel.fed.ledger import Ledger
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What one step took here, and the whole run therefore will.
+
+    Attributes:
+        preparation: seconds for data, compilation and the first evaluation.
+        step, evaluation: seconds of one.
+        spent: of one step.
+        steps, evaluations: how many there will be.
+        memory: the largest this process has been so far, in bytes.
+    """
+
+    preparation: float
+    step: float
+    evaluation: float
+    spent: Ledger
+    steps: int
+    evaluations: int
+    memory: int
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole run."""
+        return self.preparation + self.steps * self.step + self.evaluations * self.evaluation
+
+    def __str__(self) -> str:
+        total, spent = self.steps * self.spent.bytes, self.spent
+        return (
+            f"{self.steps:,} steps: about {_duration(self.seconds)}, {total / 1e6:,.1f} MB sent in "
+            f"{self.steps * spent.rounds:,} rounds, {self.memory / 2**30:.2f} GiB of memory\n"
+            f"  one step {self.step * 1e3:,.1f} ms, an evaluation {self.evaluation * 1e3:,.1f} ms, "
+            f"preparation {self.preparation:.1f} s"
+        )
+
+
+def estimate(plan: Plan) -> Estimate:
+    """Build a run, do one step and evaluate it, writing nothing."""
+    began = time.perf_counter()
+    with jax.enable_x64(plan.config["precision"] == "float64"):
+        built, steps, every = build(plan), int(plan.config["steps"]), int(plan.config["every"])
+        problem, clients, algorithm, engine, best = built
+        check(problem, clients, algorithm, steps, every)
+        evaluate = Evaluator(problem, plan.config.get("measure", ()))
+        algorithm, _, cost = ready(engine, problem, clients, algorithm, plan.seed)
+        with engine.connect(problem, clients, algorithm, evaluate.probes) as session:
+            run = Run(algorithm, session, evaluate, plan.seed, cost, best=best)
+            run.begin()
+
+            def advance() -> Any:
+                return session.advance(run.state, run.key, 0, 1, room(every, steps))
+
+            block = advance()
+            preparation = time.perf_counter() - began
+            step = _seconds(advance)
+            run.take(block)
+            evaluation = _seconds(lambda: evaluate(session, *algorithm.solution(run.state), run.key)[0])
+    spent = Ledger.from_counts(block.counts)
+    return Estimate(preparation, step, evaluation, spent, steps, -(-steps // every), _memory())
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(work())
+    return time.perf_counter() - start
+
+
+def _memory() -> int:
+    """The largest resident size so far; Linux counts it in kilobytes, macOS in bytes."""
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return size if sys.platform == "darwin" else 1024 * size
+
+
+def _duration(seconds: float) -> str:
+    """Seconds as people say them.
+
+    Example:
+        >>> _duration(12), _duration(150), _duration(9000)
+        ('12 s', '2.5 min', '2.5 h')
+    """
+    for size, name in ((3600.0, "h"), (60.0, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {name}"
+    return f"{seconds:.0f} s"

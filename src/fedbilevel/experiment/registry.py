@@ -1,0 +1,142 @@
+"""What an experiment file can name: every kind of thing, by its name in the Python API.
+
+A new method, problem or partition is one line here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optax
+
+from fedbilevel import algorithm, problem
+from fedbilevel.data import partition, split
+from fedbilevel.data.source import SOURCES
+from fedbilevel.experiment.best import Best
+from fedbilevel.experiment.engines import ENGINES
+from fedbilevel.portable import PortableError, imported
+from fedbilevel.problem import loss_tuning, model, representation
+
+Factory = Callable[..., Any]
+
+
+class ConfigError(ValueError):
+    """An experiment file, or an option of the command line, cannot be understood."""
+
+
+ALGORITHMS: Mapping[str, Factory] = {
+    "FedNest": algorithm.FedNest,
+    "FedNestSGD": algorithm.FedNestSGD,
+    "LFedNest": algorithm.LFedNest,
+    "LFedNestSVRG": algorithm.LFedNestSVRG,
+    "LFedNestNonAlt": algorithm.LFedNestNonAlt,
+    "FedAvg": algorithm.FedAvg,
+    "FedAvgS": algorithm.FedAvgS,
+}
+
+PROBLEMS: Mapping[str, Factory] = {
+    "HyperRepresentation": representation.HyperRepresentation,
+    "LossTuning": loss_tuning.LossTuning,
+    "Quadratic": problem.Quadratic.random,
+    "Saddle": problem.Saddle.random,
+    "Composition": problem.Composition.random,
+}
+
+MODELS: Mapping[str, Factory] = {"MLP": model.MLP, "Linear": model.Linear}
+
+PARTITIONS: Mapping[str, Factory] = {
+    kind.__name__: kind
+    for kind in (
+        partition.Iid,
+        partition.Shards,
+        partition.ClassesPerClient,
+        partition.Dirichlet,
+        partition.Pachinko,
+        partition.Natural,
+        partition.QuantitySkew,
+    )
+}
+
+CONSTRAINTS: Mapping[str, Factory] = {
+    "Simplex": problem.Simplex,
+    "Box": problem.Box,
+    "Positive": problem.Positive,
+}
+
+SCHEDULES: Mapping[str, Factory] = {
+    name: getattr(optax, name)
+    for name in (
+        "constant_schedule",
+        "cosine_decay_schedule",
+        "exponential_decay",
+        "linear_schedule",
+        "piecewise_constant_schedule",
+        "polynomial_schedule",
+        "warmup_cosine_decay_schedule",
+    )
+}
+
+PARTS: Mapping[str, Factory] = {
+    "Split": split.Split,
+    "LongTail": split.LongTail,
+    "LabelNoise": split.LabelNoise,
+    "Best": Best,
+}
+
+NESTED: Mapping[str, Factory] = {**MODELS, **PARTITIONS, **CONSTRAINTS, **SCHEDULES, **PARTS}
+"""What a table inside another one may be."""
+
+GROUPS: Mapping[str, Mapping[str, Any]] = {
+    "algorithms": ALGORITHMS,
+    "problems": PROBLEMS,
+    "models": MODELS,
+    "data": SOURCES,
+    "partitions": PARTITIONS,
+    "engines": ENGINES,
+    "schedules": SCHEDULES,
+}
+"""What `fedbilevel list` shows."""
+
+
+def nearest(name: str, names: typing.Iterable[str]) -> str:
+    """`; did you mean ...?` if a valid name is near, else nothing."""
+    near = difflib.get_close_matches(str(name), list(names), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def find(kind: Any, group: Mapping[str, Factory], what: str) -> Factory:
+    """A factory by name; `module:name` is one of your own."""
+    if isinstance(kind, str) and kind in group:
+        return group[kind]
+    if isinstance(kind, str) and ":" in kind:
+        try:
+            return imported(kind)
+        except (ImportError, PortableError) as error:
+            raise ConfigError(f"{kind!r} cannot be imported: {error}") from None
+    raise ConfigError(
+        f"there is no {what} {kind!r}{nearest(kind, group)} There are: {', '.join(group)}; "
+        "or `module:name` for one of your own."
+    )
+
+
+def parameters(factory: Factory) -> dict[str, inspect.Parameter]:
+    """The arguments of a factory by name; `**options` stand for those of the class that it returns.
+
+    Example:
+        >>> "cohort" in parameters(algorithm.LFedNest)
+        True
+    """
+    found = dict(inspect.signature(factory).parameters)
+    open_ended = [name for name, p in found.items() if p.kind is inspect.Parameter.VAR_KEYWORD]
+    for name in open_ended:
+        del found[name]
+        made = typing.get_type_hints(factory).get("return")
+        if isinstance(made, type) and dataclasses.is_dataclass(made):
+            found = {**inspect.signature(made).parameters, **found}
+    decided = getattr(factory, "decided", ())
+    return {name: p for name, p in found.items() if name not in decided}

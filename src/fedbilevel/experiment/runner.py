@@ -1,0 +1,123 @@
+"""Plans to folders: run, go on, and skip what is done."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import jax
+
+from fedbilevel.experiment.build import Built, build
+from fedbilevel.experiment.config import Plan
+from fedbilevel.experiment.directory import Directory
+from fedbilevel.experiment.logger import Logger, open_loggers
+from fedbilevel.experiment.loop import Evaluation
+from fedbilevel.experiment.record import Result, load
+from fedbilevel.experiment.sweep import Job, sweep
+
+Task: TypeAlias = tuple[Plan, pathlib.Path]
+_TOGETHER = ("precision", "engine", "steps", "every", "measure")
+"""Settings that runs of one program must share."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a run ended: "done", "stopped" early, or "diverged"; `fresh` if it ran just now."""
+
+    folder: pathlib.Path
+    plan: Plan
+    status: str
+    result: Result
+    fresh: bool
+
+
+def run_all(
+    tasks: Sequence[Task], *, together: bool = False, again: bool = False, progress: bool | None = None
+) -> Iterator[Outcome]:
+    """Run every plan in its folder: from the start, from its last checkpoint, or not at all if it is done.
+
+    Args:
+        tasks: plans and folders.
+        together: runs that differ in numbers only become one vmapped program (see `sweep`).
+        again: begin anew where there is a run already.
+        progress: as for `solve`.
+    """
+    groups: dict[Any, list[Task]] = {}
+    for number, (plan, folder) in enumerate(tasks):
+        settings = [str(plan.config.get(key)) for key in _TOGETHER] if together else [number]
+        groups.setdefault(tuple(settings), []).append((plan, folder))
+    for group in groups.values():
+        with jax.enable_x64(group[0][0].config["precision"] == "float64"):
+            yield from _run_group(group, again, progress)
+
+
+def _run_group(group: Sequence[Task], again: bool, progress: bool | None) -> Iterator[Outcome]:
+    with contextlib.ExitStack() as stack:
+        runs = [stack.enter_context(_opened(plan, folder, again)) for plan, folder in group]
+        config, todo = group[0][0].config, [run for run in runs if not run.is_done]
+        for steps in sorted({run.steps_left for run in todo}):
+            now = [run for run in todo if run.steps_left == steps]
+            jobs, engine = [run.job() for run in now], now[0].built.engine
+            settings = {"every": config["every"], "measure": config.get("measure", ()), "progress": progress}
+            for run, result in zip(now, sweep(jobs, steps, engine=engine, **settings), strict=True):
+                run.finish(result)
+        yield from [run.outcome(run in todo) for run in runs]
+
+
+@contextlib.contextmanager
+def _opened(plan: Plan, folder: pathlib.Path, again: bool) -> Iterator[_FolderRun]:
+    """A run in its folder; how it ends is noted there, however it ends."""
+    checkpoint = plan.config.get("checkpoint", {})
+    directory = Directory(folder, checkpoint.get("keep", 2), checkpoint.get("every", 1))
+    run = _FolderRun(plan, directory, again)
+    try:
+        yield run
+    except BaseException as error:
+        if not run.is_done:
+            directory.note(status="interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+        raise
+    finally:
+        run.close()
+
+
+class _FolderRun:
+    """One run between its opening and its outcome."""
+
+    def __init__(self, plan: Plan, directory: Directory, again: bool) -> None:
+        self.plan, self.directory = plan, directory
+        self.is_done = not again and directory.is_done(plan)
+        self.loggers: list[Logger] = []
+        if self.is_done:
+            return
+        self.built: Built = build(plan)  # before anything is written: a mistake leaves no folder behind
+        self.start = directory.begin(plan, again=again)
+        self.loggers = open_loggers(plan.config.get("loggers", ()), directory.path, plan.folder)
+
+    @property
+    def steps_left(self) -> int:
+        return int(self.plan.config["steps"]) - (0 if self.start is None else self.start.steps)
+
+    def job(self) -> Job:
+        problem, clients, algorithm, _, best = self.built
+        return Job(problem, clients, algorithm, self.plan.seed, best, self.start, self._see)
+
+    def _see(self, seen: Evaluation) -> None:
+        self.directory.record(seen)
+        for logger in self.loggers:
+            logger.log(seen.row)
+
+    def finish(self, result: Result) -> None:
+        early = result.steps < int(self.plan.config["steps"])
+        self.directory.finish(result, "diverged" if result.diverged else "stopped" if early else "done")
+        self.is_done = True
+
+    def close(self) -> None:
+        for logger in self.loggers:
+            logger.close()
+
+    def outcome(self, fresh: bool) -> Outcome:
+        path, status = self.directory.path, str(self.directory.manifest()["status"])
+        return Outcome(path, self.plan, status, load(path / "result.npz"), fresh)

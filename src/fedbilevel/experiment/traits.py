@@ -1,0 +1,156 @@
+"""What a method asks of a federation, found by watching one step of it on a small problem."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import re
+import typing
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+
+from fedbilevel.algorithm.base import Algorithm
+from fedbilevel.engine.simulator import SimulatedCohort, SimulatedFederation
+from fedbilevel.experiment.registry import Factory, parameters
+from fedbilevel.fed.codec import Codec
+from fedbilevel.fed.cohort import Cohort
+from fedbilevel.fed.ledger import ORACLES, metering
+from fedbilevel.fed.place import At, map_kept
+from fedbilevel.problem.base import Problem, single_level
+from fedbilevel.problem.quadratic import Quadratic, Saddle
+from fedbilevel.tree import PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Traits:
+    """What a method needs.
+
+    Attributes:
+        oracles: the kinds of oracle call that clients answer.
+        keeps_state: clients keep something between rounds.
+        reads_individuals: the server sees single clients' values, not only means of them.
+        second_derivatives: products with second derivatives of g are taken.
+        strongly_convex: it inverts the Hessian of g in y, so g must be strongly convex in y (or damped).
+    """
+
+    oracles: tuple[str, ...]
+    keeps_state: bool
+    reads_individuals: bool
+    second_derivatives: bool
+    strongly_convex: bool
+
+    def __str__(self) -> str:
+        def answer(is_so: bool) -> str:
+            return "yes" if is_so else "no"
+
+        return "\n".join(
+            (
+                f"state kept at clients           {answer(self.keeps_state)}",
+                f"single clients' values read     {answer(self.reads_individuals)}",
+                f"second derivatives of g         {answer(self.second_derivatives)}",
+                f"g strongly convex in y          {answer(self.strongly_convex)}",
+                f"oracles                         {', '.join(self.oracles)}",
+            )
+        )
+
+
+def traits(factory: Factory) -> Traits:
+    """The traits of a method with its default settings."""
+    method = _example(factory)
+    for problem, clients in _small_problems():
+        try:
+            return _watch(method, problem, clients)
+        except ValueError:  # a method for problems of another structure
+            continue
+    raise ValueError(f"{method} could not be run on any of the small problems that it was tried on")
+
+
+def _example(factory: Factory) -> Algorithm[Any]:
+    """A method with 0.1 for every setting that has no default."""
+    needed = [name for name, p in parameters(factory).items() if p.default is inspect.Parameter.empty]
+    extra = {"smoothness": 4.0} if "smoothness" in parameters(factory) else {}
+    return factory(**dict.fromkeys(needed, 0.1), **extra)
+
+
+def _small_problems() -> list[tuple[Problem, Any]]:
+    quadratic, saddle = Quadratic.random(jr.key(0), 2, 2, 2), Saddle.random(jr.key(0), 2, 2)
+    alone = single_level(_square, jnp.ones(2))
+    return [
+        (quadratic.problem(), quadratic.clients()),
+        (saddle.problem(), saddle.clients()),
+        (alone, quadratic.clients()),
+    ]
+
+
+def _square(x: Any, samples: Any) -> Any:
+    return jnp.sum(x**2)
+
+
+def _watch(method: Algorithm[Any], problem: Problem, clients: Any) -> Traits:
+    """Trace one step; nothing is computed."""
+    seen: set[str] = set()
+    fed = _WatchedFederation(problem, clients, seen=seen)
+
+    def walk(key: jax.Array) -> Any:
+        with metering() as meter:
+            state = method.init(fed, key)
+            out = method.step(fed, state, key)
+        map_kept(lambda kept: seen.add("kept"), state)
+        seen.update(entry.label for entry in meter.counts if entry.kind == "call")
+        return jax.tree.leaves(out)
+
+    jax.eval_shape(walk, jr.key(0))
+    oracles = tuple(kind for kind in ORACLES if kind in seen)
+    second = bool({"g_yy", "g_xy"} & seen)
+    return Traits(oracles, "kept" in seen, "gathered" in seen, second, "g_yy" in seen)
+
+
+class _WatchedCohort(SimulatedCohort):
+    """Notes whether the server reads single values."""
+
+    def gather(self, value: At, label: str, *, codec: Codec | None = None) -> tuple[PyTree, jax.Array]:
+        self.fed.seen.add("gathered")  # type: ignore[attr-defined]
+        return super().gather(value, label, codec=codec)
+
+
+class _WatchedFederation(SimulatedFederation):
+    """A simulated federation that notes what is done in it."""
+
+    seen: set[str] = eqx.field(static=True, kw_only=True)
+
+    def _cohort(self, ids: jax.Array, token: str, weights: Any) -> Cohort:
+        return _WatchedCohort(self, ids, token, weights)
+
+
+def documented(factory: Factory) -> tuple[str, dict[str, str]]:
+    """A docstring without its arguments, and what it says of each argument.
+
+    A function that makes a class with some settings decided speaks of these only; what the class says of
+    the others is added.
+
+    Example:
+        >>> from fedbilevel.algorithm import FedAvg
+        >>> documented(FedAvg)[1]["cohort"]
+        'clients in a round; None: all.'
+    """
+    text, fields = _sections(inspect.getdoc(factory) or "")
+    made = None if inspect.isclass(factory) else typing.get_type_hints(factory).get("return")
+    inherited = _sections(inspect.getdoc(made) or "")[1] if inspect.isclass(made) else {}
+    return text, {**inherited, **fields}
+
+
+def _sections(text: str) -> tuple[str, dict[str, str]]:
+    """All but the arguments, and the arguments one by one."""
+    before, _, rest = f"{text}\n".partition("\nArgs:\n")
+    inside = list(
+        itertools.takewhile(lambda line: not line.strip() or line.startswith("    "), rest.splitlines())
+    )
+    after = "\n".join(rest.splitlines()[len(inside) :])
+    entries = re.findall(r"^    (\w[\w, ]*): (.*(?:\n        .*)*)", "\n".join(inside), re.MULTILINE)
+    fields = {name.strip(): " ".join(said.split()) for names, said in entries for name in names.split(",")}
+    return f"{before.rstrip()}\n\n{after.strip()}".strip(), fields

@@ -1,0 +1,89 @@
+"""Citations: every name that has a source gets it, once, in valid BibTeX."""
+
+import pathlib
+import re
+from collections.abc import Iterable
+
+import pytest
+
+from fedbilevel.experiment.citation import CITED, bibtex
+
+ALWAYS = ["fedbilevel", "bradbury2018jax", "kidger2021equinox"]
+BIB = pathlib.Path(__file__).parents[2] / "src" / "fedbilevel" / "experiment" / "references.bib"
+
+
+def keys(names: Iterable[str]) -> list[str]:
+    return re.findall(r"^@\w+\{([^,]+),$", bibtex(names), re.MULTILINE)
+
+
+def test_the_software_is_always_cited() -> None:
+    assert keys([]) == ALWAYS
+
+
+def test_names_without_an_entry_are_not_cited() -> None:
+    assert keys(["Quadratic", "simulator", "", "fednest", "emnist"]) == ALWAYS
+
+
+CASES = {
+    "FedNest": ["tarzanagh2022fednest"],
+    "LFedNestNonAlt": ["tarzanagh2022fednest"],
+    "FedAvg": ["mcmahan2017communication"],
+    "FedAvgS": ["hou2021efficient"],
+    "HyperRepresentation": ["tarzanagh2022fednest", "franceschi2018bilevel"],
+    "LossTuning": ["tarzanagh2022fednest", "kini2021label", "li2021autobalance"],
+    "mnist-mini": ["lecun1998gradient"],
+    "emnist-letters": ["cohen2017emnist"],
+    "emnist-byclass": ["cohen2017emnist"],
+    "cifar100": ["krizhevsky2009learning"],
+    "Dirichlet": ["marfoq2021federated"],
+    "Pachinko": ["reddi2021adaptive"],
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_name_is_cited(name: str) -> None:
+    assert keys([name]) == ALWAYS + CASES[name]
+
+
+def test_entries_occur_once_and_in_an_order_of_their_own() -> None:
+    names = ["mnist", "Shards", "FedNest", "FedAvg", "LFedNest", "mnist-mini"]
+    assert keys(names) == keys(reversed(names)) == keys([*names, *names])
+    assert sorted(keys(names)[3:]) == [
+        "lecun1998gradient",
+        "mcmahan2017communication",
+        "tarzanagh2022fednest",
+    ]
+
+
+def test_the_table_and_the_entries_agree() -> None:
+    """Neither a key without an entry nor an entry that nothing can cite."""
+    written = re.findall(r"^@\w+\{([^,]+),", BIB.read_text("utf-8"), re.MULTILINE)
+    assert len(set(written)) == len(written)
+    assert set(written) == {*ALWAYS, *(key for used in CITED.values() for key in used)}
+
+
+def test_every_entry_is_well_formed() -> None:
+    entries = bibtex(name.replace("*", "letters") for name in CITED).split("\n\n")
+    assert len(entries) == len({*ALWAYS, *(key for used in CITED.values() for key in used)})
+    needed = {
+        "article": {"title", "author", "journal", "year"},
+        "inproceedings": {"title", "author", "booktitle", "year"},
+        "techreport": {"title", "author", "institution", "year"},
+        "misc": {"title", "author"},
+    }
+    for entry in entries:
+        kind = entry[1 : entry.index("{")]
+        fields = re.findall(r"^  (\w+) += \{.+\},?$", entry, re.MULTILINE)
+        assert needed[kind] <= set(fields)
+        assert len(fields) == len(set(fields)) == entry.strip().count("\n") - 1
+        assert entry.count("{") == entry.count("}")
+        assert entry.isascii()  # older BibTeX reads nothing else
+
+
+def test_this_library_is_cited_as_it_asks_to_be() -> None:
+    asked = (BIB.parents[3] / "CITATION.cff").read_text("utf-8")
+    entry = bibtex([]).split("\n\n")[0].replace("{", "").replace("}", "")
+    for field in ("title", "version"):
+        value = re.search(rf'^{field}: "?(.*?)"?$', asked, re.MULTILINE)
+        assert value
+        assert value[1] in entry
