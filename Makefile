@@ -9,7 +9,7 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
 export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES ?= -1
 
-.PHONY: help demo test lint types unit clean
+.PHONY: help demo papers test lint types unit clean
 
 help:  ## what there is
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -20,8 +20,11 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
-demo: $(READY)  ## solve a small problem and print the solution and its cost
-	$(BIN)/python examples/quadratic.py
+demo: $(READY)  ## tune the loss of a long-tailed federated classifier, in about a minute
+	$(BIN)/fedbilevel demo
+
+papers: $(READY)  ## the papers' experiments in small, three seeds each: tables and figures in runs/
+	for file in papers/*/*.toml; do $(BIN)/fedbilevel run $$file --preset small --quiet || exit 1; done
 
 test: lint types unit  ## style, types and all tests
 

@@ -13,13 +13,13 @@ import pytest
 from fedbilevel.experiment import figure
 from fedbilevel.experiment.figure import draw_curves
 from fedbilevel.experiment.record import History
-from fedbilevel.experiment.report import Run, RunError
+from fedbilevel.experiment.recorded import RecordedRun, RunError
 from fedbilevel.fed.ledger import Ledger
 
 
 def run(
     variant: str, seed: int, values: Any, amounts: Any, metric: str = "error", status: str = "done"
-) -> Run:
+) -> RecordedRun:
     """A run whose evaluations cost `amounts` rounds, as many megabytes and a hundred times as many calls."""
     empty = dict.fromkeys(Ledger().columns(), 0)
     rows = [
@@ -27,7 +27,7 @@ def run(
         | {"rounds": spent, "bytes_up": 1_000_000 * spent, "calls_g_y": 100 * spent}
         for i, (value, spent) in enumerate(zip(values, amounts, strict=True))
     ]
-    return Run(pathlib.Path(variant), "figure 1", variant, seed, status, History(tuple(rows)))
+    return RecordedRun(pathlib.Path(variant), "figure 1", variant, seed, status, History(tuple(rows)))
 
 
 TWO = [run("A", 0, [1.0, 0.5, 0.3], [0, 4, 8]), run("A", 1, [1.0, 0.7, 0.1], [0, 4, 8])]
@@ -39,7 +39,7 @@ def drawn(monkeypatch: Any, tmp_path: Any) -> Callable[..., Any]:
     figures: list[Any] = []
     monkeypatch.setattr(figure, "_save", lambda made, path: figures.append(made) or [])
 
-    def draw(runs: list[Run], metric: str | None = None) -> Any:
+    def draw(runs: list[RecordedRun], metric: str | None = None) -> Any:
         draw_curves(runs, metric, tmp_path)
         return figures
 

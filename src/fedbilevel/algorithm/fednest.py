@@ -53,7 +53,8 @@ class FedNest(TwoVariables):
         smoothness: ℓ, an upper bound of the largest eigenvalue of `mean H_i` (of every `H_i` where the
             outer level is local); "auto" measures it at the start (`solve` does that and bills it). CG
             does not need it.
-        series: "sampled" (FedIHGP: one random term), "sum" (the truncated series) or "cg".
+        series: "sampled" (FedIHGP: one random term), "sum" (the truncated series), "cg", or "none": the
+            direct gradient `∇_x f` alone, to see what the indirect one is worth.
         cohort: clients in a round; None: all.
         damping: added to the diagonal of H when g is not strongly convex.
         upper_epochs, lower_epochs: shuffled passes over the data in the place of steps.
@@ -78,7 +79,7 @@ class FedNest(TwoVariables):
     lower_rounds: int = eqx.field(static=True, default=1)
     terms: int = eqx.field(static=True, default=5)
     smoothness: Any = "auto"
-    series: Literal["sampled", "sum", "cg"] = eqx.field(static=True, default="sampled")
+    series: Literal["sampled", "sum", "cg", "none"] = eqx.field(static=True, default="sampled")
     cohort: int | None = eqx.field(static=True, default=None)
     damping: Any = 0.0
     upper_epochs: Amount | None = eqx.field(static=True, converter=amount, default=None)
@@ -186,7 +187,7 @@ class FedNest(TwoVariables):
 
     def adjoint(self, structure: str) -> Adjoint | None:
         """How this method solves `H u = ∇_y f` on a problem of the given structure."""
-        if structure in ("minimax", "single_level"):
+        if structure in ("minimax", "single_level") or self.series == "none":
             return None
         if structure == "compositional":  # H is the identity: one term is exact
             return Neumann(terms=1, smoothness=1.0)
@@ -202,7 +203,7 @@ class FedNest(TwoVariables):
     @property
     def needs_smoothness(self) -> bool:
         """Whether ℓ has still to be measured before a bilevel problem can be solved."""
-        return isinstance(self.smoothness, str) and self.series != "cg"
+        return isinstance(self.smoothness, str) and self.series not in ("cg", "none")
 
     @property
     def inverts_own_hessians(self) -> bool:
@@ -232,7 +233,7 @@ def check_smoothness(value: Any) -> None:
 
 
 _OPTIONS = {
-    "series": ("sampled", "sum", "cg"),
+    "series": ("sampled", "sum", "cg", "none"),
     "inner": ("svrg", "sgd"),
     "outer": ("global", "local"),
 }

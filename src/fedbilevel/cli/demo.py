@@ -12,7 +12,8 @@ import typer
 from fedbilevel.cli.say import remark, show
 from fedbilevel.experiment.config import plans
 from fedbilevel.experiment.figure import draw_curves
-from fedbilevel.experiment.report import Comparison, compare, find_runs
+from fedbilevel.experiment.recorded import find_runs
+from fedbilevel.experiment.report import Comparison, compare
 from fedbilevel.experiment.runner import run_all
 
 commands = typer.Typer()

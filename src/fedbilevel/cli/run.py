@@ -12,8 +12,9 @@ from fedbilevel.cli.say import remark, show
 from fedbilevel.experiment.config import Plan, parsed, plans
 from fedbilevel.experiment.estimate import estimate
 from fedbilevel.experiment.figure import draw_curves
+from fedbilevel.experiment.recorded import RunError, choose_metric, find_runs
 from fedbilevel.experiment.registry import ConfigError
-from fedbilevel.experiment.report import RunError, choose_metric, compare, find_runs
+from fedbilevel.experiment.report import compare
 from fedbilevel.experiment.runner import Outcome, run_all
 
 commands = typer.Typer()

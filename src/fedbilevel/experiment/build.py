@@ -79,7 +79,7 @@ def _data(text: str) -> tuple[Dataset, Clients]:
 def _problem_and_clients(plan: Plan) -> tuple[Problem, Clients]:
     """A problem on given data, or one that brings its own: it has `problem()` and `clients()`."""
     table, data, seed = plan.config["problem"], plan.config.get("data", {}), plan.seed
-    if {"inputs", "classes"} & set(parameters(find(table["kind"], PROBLEMS, "problem"))):
+    if "name" in data or {"inputs", "classes"} & set(parameters(find(table["kind"], PROBLEMS, "problem"))):
         dataset, clients = data_of(data)
         return construct(table, PROBLEMS, "problem", _surroundings(dataset, clients, seed)), clients
     # The data's seed draws the instance, so that all seeds of a run solve the same problem.
@@ -88,6 +88,8 @@ def _problem_and_clients(plan: Plan) -> tuple[Problem, Clients]:
     )
     if isinstance(known, tuple):
         return known
+    if not hasattr(known, "clients"):
+        raise ConfigError("data.name is missing: this problem brings no data of its own")
     rest = {key: nested(value, f"data.{key}") for key, value in data.items() if key != "seed"}
     check_keys(
         rest, {*inspect.signature(known.clients).parameters, "batch_size", "weights"} - {"options"}, "data"

@@ -31,12 +31,11 @@ import numpy as np
 from fedbilevel.experiment.config import Plan
 from fedbilevel.experiment.loop import Evaluation
 from fedbilevel.experiment.record import Result, load, written
-from fedbilevel.experiment.report import RunError
+from fedbilevel.experiment.recorded import FORMAT, RunError
 from fedbilevel.portable import PortableError
 
 log = logging.getLogger("fedbilevel")
 
-FORMAT = "fedbilevel run 1"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)-([0-9a-f]{16})\.npz")
 _PACKAGES = ("fedbilevel", "jax", "jaxlib", "numpy", "equinox", "optax")
 

@@ -14,11 +14,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from fedbilevel.experiment.best import higher_is_better
-from fedbilevel.experiment.report import (
+from fedbilevel.experiment.recorded import (
     COSTS,
     Numbers,
     Path,
-    Run,
+    RecordedRun,
     at,
     choose_metric,
     counted,
@@ -73,7 +73,7 @@ class Band(NamedTuple):
 
 
 def draw_curves(
-    runs: Iterable[Run], metric: str | None, folder: Path, stem: str = "comparison"
+    runs: Iterable[RecordedRun], metric: str | None, folder: Path, stem: str = "comparison"
 ) -> list[pathlib.Path]:
     """Draw a metric against rounds, megabytes and oracle calls, as PNG and SVG files.
 
@@ -112,7 +112,7 @@ def _save(figure: Figure, path: pathlib.Path) -> list[pathlib.Path]:
     return [png, svg]
 
 
-def _figure(groups: Mapping[str, Sequence[Run]], metric: str, costs: Sequence[str]) -> Figure:
+def _figure(groups: Mapping[str, Sequence[RecordedRun]], metric: str, costs: Sequence[str]) -> Figure:
     """One row of panels that share the vertical axis, with one legend above them."""
     lines = -(-len(groups) // (3 if len(costs) > 1 else 1))
     size = (2.35 * len(costs) + 0.35 * (len(costs) == 1), 2.1 + 0.2 * lines)
@@ -128,7 +128,7 @@ def _figure(groups: Mapping[str, Sequence[Run]], metric: str, costs: Sequence[st
     return figure
 
 
-def _panel(panel: Axes, groups: Mapping[str, Sequence[Run]], metric: str, cost: str) -> None:
+def _panel(panel: Axes, groups: Mapping[str, Sequence[RecordedRun]], metric: str, cost: str) -> None:
     looks = zip(itertools.cycle(_COLOURS), itertools.cycle(_LINES), strict=False)
     for (variant, runs), (colour, style) in zip(groups.items(), looks, strict=False):
         diverged = [run for run in runs if run.diverged]
@@ -143,7 +143,7 @@ def _panel(panel: Axes, groups: Mapping[str, Sequence[Run]], metric: str, cost: 
     panel.set_axisbelow(True)
 
 
-def _draw_diverged(panel: Axes, run: Run, metric: str, cost: str, **look: Any) -> None:
+def _draw_diverged(panel: Axes, run: RecordedRun, metric: str, cost: str, **look: Any) -> None:
     """A thin line that ends in a cross. It leaves the panel where it blows up: it sets no limits."""
     spent, values = curve(run, metric, cost)
     last = [len(spent) - 1]
@@ -177,7 +177,7 @@ def _grid(amounts: Sequence[Numbers]) -> Numbers:
     return np.unique(together[(first <= together) & (together <= last)][:: -len(amounts)])
 
 
-def _spans_decades(runs: Iterable[Run], metric: str) -> bool:
+def _spans_decades(runs: Iterable[RecordedRun], metric: str) -> bool:
     """Whether an error (a metric that should fall) is positive and varies by decades."""
     values = np.array([row[metric] for run in runs for row in run.rows if metric in row])
     values = values[np.isfinite(values)]

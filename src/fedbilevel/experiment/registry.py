@@ -125,7 +125,7 @@ def find(kind: Any, group: Mapping[str, Factory], what: str) -> Factory:
 
 
 def parameters(factory: Factory) -> dict[str, inspect.Parameter]:
-    """The arguments of a factory by name; `**options` stand for those of the class that it returns.
+    """The arguments of a factory by name; `**options` stand for the optional ones of the class it makes.
 
     Example:
         >>> "cohort" in parameters(algorithm.LFedNest)
@@ -137,6 +137,7 @@ def parameters(factory: Factory) -> dict[str, inspect.Parameter]:
         del found[name]
         made = typing.get_type_hints(factory).get("return")
         if isinstance(made, type) and dataclasses.is_dataclass(made):
-            found = {**inspect.signature(made).parameters, **found}
+            theirs = inspect.signature(made).parameters.items()  # what they need, the factory gives them
+            found = {**{name: p for name, p in theirs if p.default is not inspect.Parameter.empty}, **found}
     decided = getattr(factory, "decided", ())
     return {name: p for name, p in found.items() if name not in decided}

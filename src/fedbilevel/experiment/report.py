@@ -1,215 +1,37 @@
-"""Finished runs read back from their folders, and compared at equal cost.
+"""Runs compared at equal cost.
 
-A run folder holds `manifest.json` (what was run) and `history.jsonl` (one evaluation a line, with the
-cumulative cost). Runs that differ in their seed alone form a *variant*. Variants are compared at equal
-rounds, equal bytes and equal oracle calls: the largest amount that every compared run reached. A run's
-metric there is that of its last evaluation at or before that amount, so nothing is extrapolated.
+Variants are compared at equal rounds, equal bytes and equal oracle calls: the largest amount that every
+compared run reached. A run's metric there is that of its last evaluation at or before that amount, so
+nothing is extrapolated.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import io
 import json
 import math
-import os
-import pathlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedbilevel.experiment.best import Row, higher_is_better
-from fedbilevel.experiment.record import History
-from fedbilevel.fed.ledger import Ledger
-
-Path: TypeAlias = str | os.PathLike[str]
-Numbers: TypeAlias = npt.NDArray[np.float64]
-
-FORMAT = "fedbilevel run 1"
-
-_COLUMNS = tuple(Ledger().columns())
-COSTS: Mapping[str, tuple[str, ...]] = {
-    "rounds": ("rounds",),
-    "bytes": tuple(name for name in _COLUMNS if name.startswith("bytes_")),
-    "calls": tuple(name for name in _COLUMNS if name.startswith("calls_")),
-}
-"""The three costs at which runs are compared, and the columns of the history that add up to each."""
-
-_NOT_METRICS = {"step", "seconds", *_COLUMNS}
-
-
-class RunError(ValueError):
-    """A folder is not a run, or runs cannot be compared."""
-
-
-# ----------------------------------------------------------------- reading
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """One run, read from its folder.
-
-    Attributes:
-        path: the folder.
-        name: of the experiment.
-        variant: what distinguishes it from other runs of the experiment, but for the seed.
-        seed: of the run.
-        status: "running", "done", "stopped" or "diverged".
-        rows: its evaluations.
-    """
-
-    path: pathlib.Path
-    name: str
-    variant: str
-    seed: int
-    status: str
-    rows: History
-
-    @property
-    def diverged(self) -> bool:
-        """Whether a NaN or overflow ended it."""
-        return self.status == "diverged"
-
-
-def read_run(path: Path) -> Run:
-    """Read a run folder. A last line of the history that was cut off (a killed run) is left out."""
-    folder = pathlib.Path(path)
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text("utf-8"))
-    except FileNotFoundError:
-        raise RunError(f"{folder} has no manifest.json: it is not a run folder") from None
-    except ValueError as error:
-        raise RunError(f"{folder / 'manifest.json'} is not JSON: {error}") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        seen = manifest.get("format") if isinstance(manifest, dict) else manifest
-        raise RunError(f"{folder / 'manifest.json'} has the format {seen!r}, not {FORMAT!r}")
-    fields = {"name": str, "variant": str, "seed": int, "status": str}
-    wrong = [field for field, kind in fields.items() if not isinstance(manifest.get(field), kind)]
-    if wrong:
-        raise RunError(f"{folder / 'manifest.json'} lacks {', '.join(wrong)}, or has another type there")
-    values = {field: manifest[field] for field in fields}
-    return Run(path=folder, rows=_read_history(folder / "history.jsonl"), **values)
-
-
-def _read_history(file: pathlib.Path) -> History:
-    """The rows of a history; none if the run was not yet evaluated."""
-    lines = file.read_bytes().splitlines() if file.exists() else []
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line.decode("utf-8"))
-        except ValueError as error:
-            if number == len(lines):
-                break
-            raise RunError(f"{file}, line {number} is damaged: {error}. Only the last may be.") from None
-        rows.append(_checked(row, f"{file}, line {number}"))
-    return History(tuple(rows))
-
-
-def _checked(row: Any, where: str) -> Row:
-    if not isinstance(row, dict) or not all(isinstance(value, int | float) for value in row.values()):
-        raise RunError(f"{where} is not an object of numbers")
-    missing = [name for name in ("step", *_COLUMNS) if name not in row]
-    if missing:
-        raise RunError(f"{where} has no {', '.join(missing)}; every evaluation states its step and its cost")
-    return row
-
-
-def find_runs(paths: Path | Iterable[Path]) -> list[Run]:
-    """All runs at or below some folders, in the order of their paths; each once."""
-    given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    folders: dict[pathlib.Path, pathlib.Path] = {}
-    for path in map(pathlib.Path, given):
-        found = [path] if (path / "manifest.json").is_file() else _below(path)
-        folders |= {folder.resolve(): folder for folder in found}
-    if not folders:
-        raise RunError("no folder was given; name a run folder, or a folder above several")
-    return [read_run(folder) for folder in folders.values()]
-
-
-def _below(path: pathlib.Path) -> list[pathlib.Path]:
-    found = sorted(file.parent for file in path.rglob("manifest.json"))
-    if not found:
-        what = "there is no run at or below" if path.is_dir() else "there is no folder"
-        raise RunError(
-            f"{what} {path}. A run folder is what an experiment writes: config.toml, manifest.json "
-            "and history.jsonl. Name one, or a folder above several."
-        )
-    return found
-
-
-# ------------------------------------------------- curves, shared with figures
-
-
-def group(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    """The runs of each variant; its name has the experiment's in front where several are compared."""
-    runs = list(runs)
-    several = len({run.name for run in runs}) > 1
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(f"{run.name}: {run.variant}" if several else run.variant, []).append(run)
-    return groups
-
-
-def choose_metric(runs: Iterable[Run], metric: str | None = None) -> str:
-    """The given metric, if all runs have it; by default an accuracy, else an error or a loss.
-
-    Among several of a kind a balanced one or one of the test data goes first, then the order of the history
-    counts.
-    """
-    names = _common([run.rows for run in runs if len(run.rows)])
-    if metric is None:
-        return min(names, key=_rank)
-    if metric not in names:
-        near = difflib.get_close_matches(metric, names, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise RunError(f"not all runs have a metric {metric!r}; all have {', '.join(names)}{hint}")
-    return metric
-
-
-def _common(histories: Sequence[History]) -> list[str]:
-    """Names of the numbers that all histories have, in the order of the first."""
-    columns = [{name: None for row in rows for name in row if name not in _NOT_METRICS} for rows in histories]
-    names = [name for name in columns[0] if all(name in other for other in columns)] if columns else []
-    if not names:
-        raise RunError("the runs have no metric in common" if columns else "no run has been evaluated yet")
-    return names
-
-
-def _rank(name: str) -> tuple[int, bool]:
-    kinds = ("accuracy", "error", "loss")
-    kind = next((place for place, kind in enumerate(kinds) if kind in name), len(kinds))
-    return kind, "test" not in name and "balanced" not in name
-
-
-def curve(run: Run, metric: str, cost: str) -> tuple[Numbers, Numbers]:
-    """What a run had spent at each evaluation of a metric, and the metric there."""
-    rows = [row for row in run.rows if metric in row]
-    spent = [sum(row[column] for column in COSTS[cost]) for row in rows]
-    return np.array(spent, float), np.array([row[metric] for row in rows], float)
-
-
-def at(curve: tuple[Numbers, Numbers], amounts: npt.ArrayLike) -> Numbers:
-    """A curve at some amounts, step-wise: its last value at or before each; NaN before its first."""
-    spent, values = curve
-    place = np.searchsorted(spent, amounts, side="right")
-    return np.concatenate([[np.nan], values])[place]
-
-
-def counted(runs: Iterable[Run], metric: str) -> list[Run]:
-    """The runs whose numbers count: those that did not diverge and have evaluations of the metric."""
-    return [run for run in runs if not run.diverged and any(metric in row for row in run.rows)]
-
-
-# --------------------------------------------------------------- comparing
+from fedbilevel.experiment.best import higher_is_better
+from fedbilevel.experiment.recorded import (
+    COSTS,
+    RecordedRun,
+    RunError,
+    at,
+    choose_metric,
+    counted,
+    curve,
+    group,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,7 +142,7 @@ def _finite(value: Any) -> Any:
 
 
 def compare(
-    runs: Iterable[Run], metric: str | None = None, *, better: Literal["max", "min"] | None = None
+    runs: Iterable[RecordedRun], metric: str | None = None, *, better: Literal["max", "min"] | None = None
 ) -> Comparison:
     """Compare variants by a metric, at equal rounds, bytes and oracle calls, and at their ends.
 
@@ -346,7 +168,7 @@ def compare(
     return Comparison(metric, better or ("max" if higher_is_better(metric) else "min"), equal, lines, notes)
 
 
-def _line(variant: str, runs: Sequence[Run], metric: str, equal: Mapping[str, float]) -> Line:
+def _line(variant: str, runs: Sequence[RecordedRun], metric: str, equal: Mapping[str, float]) -> Line:
     kept = counted(runs, metric)
     values = {cost: [float(at(curve(run, metric, cost), equal[cost])) for run in kept] for cost in COSTS}
     values["end"] = [float(curve(run, metric, "rounds")[1][-1]) for run in kept]
@@ -354,7 +176,7 @@ def _line(variant: str, runs: Sequence[Run], metric: str, equal: Mapping[str, fl
     return Line(variant, len(kept), sum(run.diverged for run in runs), scores)
 
 
-def _notes(variant: str, runs: Sequence[Run], metric: str) -> list[str]:
+def _notes(variant: str, runs: Sequence[RecordedRun], metric: str) -> list[str]:
     kept = counted(runs, metric)
     repeated = [seed for seed, times in Counter(run.seed for run in kept).items() if times > 1]
     kinds = {
