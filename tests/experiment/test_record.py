@@ -27,7 +27,7 @@ def result(**changes: Any) -> Result:
     rows = ({"step": 0, "error": float("nan")}, {"step": 2, "error": 0.5})
     ledger = Ledger(1, {"x": 2**40}, {"y": 3}, {}, {"g_y": 4}, 5)
     state = Variables(x, Kept({"own": jnp.arange(4).reshape(2, 2)}))
-    whole = Result(x, y, History(rows), ledger, False, 2, 7, state, ("client 1: gone",), ("a note",))
+    whole = Result(x, y, History(rows), ledger, False, 2, 7, state, ("client 1: gone",), {"growth": 1.5})
     return dataclasses.replace(whole, **changes)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from fedbilevel.cli.say import remark, show
+from fedbilevel.cli.say import is_terminal, remark, show
 from fedbilevel.experiment.config import plans
 from fedbilevel.experiment.figure import draw_curves
 from fedbilevel.experiment.recorded import find_runs
@@ -46,7 +46,7 @@ def demo(
     runs = find_runs(folder)
     comparison = compare(runs, METRIC)
     figures = draw_curves(runs, METRIC, folder)
-    show(comparison.table())
+    show(comparison.table() if is_terminal() else str(comparison))
     show(f"Written: {folder} (figure: {figures[0]})")
     show(finding(comparison))
 

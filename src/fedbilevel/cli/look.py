@@ -11,9 +11,10 @@ import typer
 from rich.table import Table
 
 from fedbilevel.cli.say import show
+from fedbilevel.data.source import Source
 from fedbilevel.experiment.citation import bibtex
 from fedbilevel.experiment.config import plans
-from fedbilevel.experiment.registry import ALGORITHMS, GROUPS, ConfigError, nearest, parameters
+from fedbilevel.experiment.registry import ALGORITHMS, GROUPS, SCHEDULES, ConfigError, nearest, parameters
 from fedbilevel.experiment.traits import documented, traits
 
 commands = typer.Typer()
@@ -45,8 +46,8 @@ def show_name(
     if name not in known:
         raise ConfigError(f"there is no {name!r}{nearest(name, known)} `fedbilevel list` shows all names.")
     thing = known[name]
-    if not callable(thing):
-        show(str(thing))
+    if isinstance(thing, Source):
+        show(_of_source(thing))
         return
     text, fields = documented(thing)
     show(f"{name}\n\n{text}\n")
@@ -60,15 +61,25 @@ def cite(
     file: Annotated[pathlib.Path, typer.Argument(help="An experiment file (TOML).", show_default=False)],
 ) -> None:
     """BibTeX of what an experiment uses."""
-    show(bibtex(dict.fromkeys(name for plan in plans(file) for name in _names(plan.config))))
+    configs = [plan.config for plan in plans(file)]
+    named = (name for config in configs for name in (config.get("data", {}).get("name", ""), *_kinds(config)))
+    show(bibtex(dict.fromkeys("optax" if name in SCHEDULES else name for name in named)))
 
 
-def _names(value: Any) -> Iterator[str]:
-    """All kinds and data sets that a configuration names."""
+def _kinds(value: Any) -> Iterator[str]:
+    """All kinds that a configuration names."""
     if isinstance(value, dict):
-        yield from (str(value[key]) for key in ("kind", "name") if key in value)
-        for item in value.values():
-            yield from _names(item)
+        yield from (str(value[key]) for key in ("kind",) if key in value)
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for item in items:
+        yield from _kinds(item)
+
+
+def _of_source(source: Source) -> str:
+    return (
+        f"{source.name}\n\n{source.description}\n\nsize       {source.size}\nlicence    {source.licence}\n"
+        f"reference  {source.reference}\nto get it  {source.how_to_get}"
+    )
 
 
 def _papers() -> dict[str, str]:
@@ -93,6 +104,8 @@ def _settings(factory: Any, fields: dict[str, str]) -> Table:
     for title in ("setting", "default", "meaning"):
         table.add_column(title, overflow="fold")
     for name, parameter in parameters(factory).items():
+        if name == "key":  # the runner's business
+            continue
         needed = parameter.default is inspect.Parameter.empty
         table.add_row(name, "needed" if needed else repr(parameter.default), fields.get(name, ""))
     return table

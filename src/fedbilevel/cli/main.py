@@ -50,13 +50,17 @@ def main() -> None:
     """
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     warnings.showwarning = _one_line
+    sys.path.insert(0, os.getcwd())  # where `kind = "module:name"` is looked for, as `python -m` would
     try:
         app()
-    except (ValueError, TypeError, RuntimeError, OSError) as error:
+    except Exception as error:
         if os.environ.get("FEDBILEVEL_DEBUG"):
             raise
-        complain(str(error))
-        sys.exit(2)
+        expected = isinstance(error, ValueError | TypeError | RuntimeError | OSError)
+        complain(
+            str(error) if expected else f"{type(error).__name__}: {error} (FEDBILEVEL_DEBUG=1 shows where)"
+        )
+        sys.exit(2 if expected else 1)
 
 
 def _one_line(message: Any, *_: Any, **__: Any) -> None:

@@ -8,14 +8,14 @@ from typing import Annotated
 
 import typer
 
-from fedbilevel.cli.say import remark, show
+from fedbilevel.cli.say import is_terminal, remark, show
 from fedbilevel.experiment.config import Plan, parsed, plans
-from fedbilevel.experiment.estimate import estimate
+from fedbilevel.experiment.estimate import duration, estimate
 from fedbilevel.experiment.figure import draw_curves
 from fedbilevel.experiment.recorded import RunError, choose_metric, find_runs
 from fedbilevel.experiment.registry import ConfigError
 from fedbilevel.experiment.report import compare
-from fedbilevel.experiment.runner import Outcome, run_all
+from fedbilevel.experiment.runner import Outcome, Task, run_all
 
 commands = typer.Typer()
 
@@ -124,7 +124,7 @@ def resume(
     tasks = [
         (plan, file.parent) for file in found for plan in plans(file, changes=_changes(None, steps, None))
     ]
-    _finish(list(run_all(tasks, progress=False if quiet else None)))
+    _go_on(tasks, folder, together=False, again=False, quiet=quiet)
 
 
 @commands.command("compare")
@@ -164,15 +164,21 @@ def _usual_folder(file: pathlib.Path, addition: str | None) -> pathlib.Path:
 
 def _estimate(todo: Sequence[Plan]) -> None:
     variants = {plan.variant: plan for plan in reversed(todo)}
+    whole = 0.0
     for variant, plan in reversed(variants.items()):
         found, seeds = estimate(plan), sum(other.variant == variant for other in todo)
+        whole += seeds * found.seconds
         show(f"{variant or plan.config['name']}, {seeds} seed{'s' * (seeds > 1)}, each: {found}")
+    show(f"All {len(todo)} runs: about {duration(whole)}")
 
 
 def _execute(todo: Sequence[Plan], out: pathlib.Path, *, together: bool, again: bool, quiet: bool) -> None:
     if not todo:
         raise ConfigError("there is nothing to run")
-    tasks = [(plan, out / plan.folder) for plan in todo]
+    _go_on([(plan, out / plan.folder) for plan in todo], out, together=together, again=again, quiet=quiet)
+
+
+def _go_on(tasks: Sequence[Task], out: pathlib.Path, *, together: bool, again: bool, quiet: bool) -> None:
     outcomes = []
     try:
         for outcome in run_all(tasks, together=together, again=again, progress=False if quiet else None):
@@ -199,7 +205,8 @@ def _compare(
     runs = find_runs(folders)
     metric = choose_metric(runs, metric)
     comparison = compare(runs, metric)
-    show(comparison.to_json() if as_json else comparison.table())
+    text = comparison.to_json() if as_json else str(comparison)
+    show(comparison.table() if is_terminal() and not as_json else text)
     if figures is not None:
         figures.mkdir(parents=True, exist_ok=True)
         drawn = draw_curves(runs, metric, figures)

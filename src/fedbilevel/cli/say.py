@@ -16,6 +16,11 @@ _errors = Console(stderr=True, soft_wrap=True)
 _out = Console(soft_wrap=True)
 
 
+def is_terminal() -> bool:
+    """Whether somebody looks at standard output."""
+    return _out.is_terminal
+
+
 def complain(message: str) -> None:
     """An error, in plain words."""
     _errors.print(Text("Error: ", style="bold red").append(message, style="default"))

@@ -91,8 +91,13 @@ class Clients(eqx.Module):
 
     def whole(self) -> Clients:
         """The same clients with full batches."""
-        lower, upper, test = (_batched(samples, None) for samples in (self.lower, self.upper, self.test))
-        return Clients(lower, upper, test=test, weights="uniform" if self.weights is None else self.weights)
+        return self.batched(None)
+
+    def batched(self, batch_size: int | None) -> Clients:
+        """The same clients with minibatches of another size; None: all of a client's samples."""
+        parts = [_batched(samples, batch_size) for samples in (self.lower, self.upper)]
+        weights = "uniform" if self.weights is None else self.weights
+        return Clients(*parts, test=self.test, weights=weights)
 
     def only(self, client: int) -> Clients:
         """One client's own data, with the draws it makes in the whole federation."""

@@ -19,7 +19,9 @@ from fedbilevel.engine.base import Engine
 from fedbilevel.experiment.best import Best
 from fedbilevel.experiment.config import TABLES, Plan
 from fedbilevel.experiment.construct import Table, check_keys, construct, nested
+from fedbilevel.experiment.evaluate import Evaluator
 from fedbilevel.experiment.registry import NESTED, PROBLEMS, ConfigError, find, parameters
+from fedbilevel.experiment.run import check
 from fedbilevel.problem.base import Problem
 from fedbilevel.problem.loss_tuning import class_weights
 
@@ -50,9 +52,11 @@ def build(plan: Plan) -> Built:
         )
     except (ConfigError, DataError) as error:
         raise type(error)(f"{plan.source}: {error}") from error
-    for key, value, kind in (("problem", problem, Problem), ("algorithm", algorithm, Algorithm)):
-        if not isinstance(value, kind):
-            raise ConfigError(f"{plan.source}: {key} gave {value!r}, which is no {kind.__name__}")
+    try:
+        check(problem, clients, algorithm, plan.config["steps"], plan.config["every"])
+        Evaluator(problem, plan.config.get("measure", ()))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{plan.source}: {error}") from error
     return Built(problem, clients, algorithm, engine, best)
 
 
@@ -68,6 +72,9 @@ def _data(text: str) -> tuple[Dataset, Clients]:
     for key in ("name", "partition"):
         if key not in table:
             raise ConfigError(f"data.{key} is missing")
+    for key in _IMPLIED:
+        if not isinstance(table.get(key, {}), dict):
+            raise ConfigError(f"data.{key} is {table[key]!r}; it must be a table, see `fedbilevel.data`")
     table |= {key: {"kind": kind} | table[key] for key, kind in _IMPLIED.items() if key in table}
     arguments = {
         key: nested(value, f"data.{key}") for key, value in table.items() if key not in ("name", "dir")
@@ -79,10 +86,21 @@ def _data(text: str) -> tuple[Dataset, Clients]:
 def _problem_and_clients(plan: Plan) -> tuple[Problem, Clients]:
     """A problem on given data, or one that brings its own: it has `problem()` and `clients()`."""
     table, data, seed = plan.config["problem"], plan.config.get("data", {}), plan.seed
-    if "name" in data or {"inputs", "classes"} & set(parameters(find(table["kind"], PROBLEMS, "problem"))):
+    known = set(parameters(find(table["kind"], PROBLEMS, "problem")))
+    if "key" in known and "name" in data:
+        raise ConfigError(
+            f"data.name is {data['name']!r}, but {table['kind']} brings its own data: remove it"
+        )
+    if "name" in data or {"inputs", "classes"} & known:
         dataset, clients = data_of(data)
         return construct(table, PROBLEMS, "problem", _surroundings(dataset, clients, seed)), clients
-    # The data's seed draws the instance, so that all seeds of a run solve the same problem.
+    return _own_data(json.dumps([table, data, seed if "seed" in known else None], sort_keys=True))
+
+
+@functools.lru_cache(maxsize=4)
+def _own_data(text: str) -> tuple[Problem, Clients]:
+    """A problem that brings its data. The data's seed draws it, so that all seeds solve the same problem."""
+    table, data, seed = json.loads(text)
     known = construct(
         table, PROBLEMS, "problem", {"key": lambda: jr.key(data.get("seed", 0)), "seed": lambda: seed}
     )

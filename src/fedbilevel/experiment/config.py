@@ -53,7 +53,7 @@ _SETTINGS = (
     *("data", "problem", "algorithm", "engine", "best", "checkpoint"),
 )
 _SCRIPT = ("presets", "variants", "grid")
-_NOT_HASHED = ("name", "description", "variant", "loggers", "checkpoint", "steps")
+_NOT_HASHED = ("name", "description", "variant", "loggers", "checkpoint", "steps", "every")
 """What does not change the numbers of a run (more steps only continue it)."""
 
 
@@ -89,7 +89,7 @@ class Plan:
     def hash(self) -> str:
         """Two runs with the same hash give the same numbers, as far as both go."""
         relevant = {key: value for key, value in self.config.items() if key not in _NOT_HASHED}
-        return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     def toml(self) -> str:
         """The settings as a file that can be run itself."""
@@ -126,7 +126,11 @@ def plans(
         only: names of variants; default: all.
     """
     try:
-        return list(_plans(read(path), str(path), preset, dict(changes or {}), dict(grid or {}), seeds, only))
+        found = list(
+            _plans(read(path), str(path), preset, dict(changes or {}), dict(grid or {}), seeds, only)
+        )
+        _check_folders(found)
+        return found
     except ConfigError as error:
         prefix = (
             ""
@@ -134,6 +138,17 @@ def plans(
             else f"{path}: "
         )
         raise ConfigError(f"{prefix}{error}") from None
+
+
+def _check_folders(found: Sequence[Plan]) -> None:
+    folders: dict[str, Plan] = {}
+    for plan in found:
+        other = folders.setdefault(plan.folder, plan)
+        if other is not plan:
+            raise ConfigError(
+                f"the variants {other.variant!r} and {plan.variant!r} have the same folder {plan.folder!r}; "
+                "rename one, or name a seed only once"
+            )
 
 
 def _plans(
@@ -146,7 +161,7 @@ def _plans(
     only: Sequence[str],
 ) -> Iterator[Plan]:
     check_keys(config, (*_SETTINGS, *_SCRIPT), "")
-    script = {key: config.pop(key, {}) for key in _SCRIPT}
+    script = {key: _tables(config.pop(key, {}), key) for key in _SCRIPT}
     chosen = copy.deepcopy(_pick(script["presets"], preset, "preset")) if preset else {}
     preset_variants = chosen.pop("variants", {})
     grid = {**script["grid"], **chosen.pop("grid", {}), **grid}
@@ -162,17 +177,19 @@ def _plans(
                 yield Plan(source, complete(settings | {"seed": int(seed)}))
 
 
+def _tables(value: Any, key: str) -> Table:
+    """`[presets]`, `[variants]` or `[grid]`, as they must be."""
+    inside = () if key == "grid" or not isinstance(value, dict) else value.values()
+    if not isinstance(value, dict) or not all(isinstance(item, dict) for item in inside):
+        raise ConfigError(f"{key} is {value!r}; it must be a table" + (" of tables" if key != "grid" else ""))
+    return value
+
+
 def complete(settings: Table) -> Table:
     """Settings with all defaults written out; raises errors for what is missing or unknown."""
     settings = {key: value for key, value in settings.items() if key != "seeds"}
-    for key in ("problem", "algorithm", "steps"):
-        if key not in settings:
-            raise ConfigError(f"{key} is missing")
+    check_settings(settings)
     steps = settings["steps"]
-    if not isinstance(steps, int) or steps < 0:
-        raise ConfigError(f"steps is {steps!r}; it must be a whole number of at least 0")
-    if settings.get("precision", "float32") not in ("float32", "float64"):
-        raise ConfigError(f'precision is {settings["precision"]!r}; it must be "float32" or "float64"')
     usual = {
         "name": "experiment",
         "precision": "float32",
@@ -184,6 +201,36 @@ def complete(settings: Table) -> Table:
     for key, table in tables.items():
         check_keys(table, {*parameters(find(table["kind"], TABLES[key], key)), "kind"}, key)
     return settings | tables
+
+
+_TYPES: Mapping[str, tuple[type, str]] = {
+    **dict.fromkeys(("name", "description", "variant", "precision"), (str, "a string")),
+    **dict.fromkeys(("steps", "every", "seed"), (int, "a whole number")),
+    **dict.fromkeys(("measure", "loggers"), (list, "a list of names")),
+    **dict.fromkeys(("data", "best", "checkpoint"), (dict, "a table")),
+}
+_LIMITS = {"steps": (0, 2**62), "every": (1, 2**31), "seed": (0, 2**32 - 1)}
+
+
+def check_settings(settings: Table) -> None:
+    """Raise an error for keys that are unknown, missing, or of a wrong type."""
+    check_keys(settings, _SETTINGS, "")
+    for key in ("problem", "algorithm", "steps"):
+        if key not in settings:
+            raise ConfigError(f"{key} is missing")
+    for key, (kind, said) in _TYPES.items():
+        value = settings.get(key, kind())
+        low, high = _LIMITS.get(key, (0, 0))
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ConfigError(f"{key} is {value!r}; it must be {said}")
+        if key in _LIMITS and key in settings and not low <= settings[key] <= high:
+            raise ConfigError(f"{key} is {value}; it must lie between {low} and {high}")
+    if settings.get("precision", "float32") not in ("float32", "float64"):
+        raise ConfigError(f'precision is {settings["precision"]!r}; it must be "float32" or "float64"')
+    check_keys(settings.get("checkpoint", {}), ("keep", "every"), "checkpoint")
+    for key, value in settings.get("checkpoint", {}).items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"checkpoint.{key} is {value!r}; it must be a whole number of at least 1")
 
 
 # ------------------------------------------------------------------- changes
@@ -221,7 +268,10 @@ def tree_of(dotted: Mapping[str, Any]) -> Table:
         *path, last = key.split(".")
         place = tree
         for part in path:
-            place = place.setdefault(part, {})
+            place[part] = place.get(part, {})
+            if not isinstance(place[part], dict):  # `algorithm=FedNest` is short for its kind
+                place[part] = {"kind": place[part]}
+            place = place[part]
         place[last] = value
     return tree
 
@@ -264,8 +314,8 @@ def _labels(point: Mapping[str, Any]) -> list[str]:
 
 def _seeds(settings: Mapping[str, Any]) -> list[int]:
     seeds = settings.get("seeds", [settings.get("seed", 0)])
-    if isinstance(seeds, int):
+    if type(seeds) is int and seeds >= 1:
         return list(range(seeds))
-    if isinstance(seeds, list) and seeds and all(isinstance(seed, int) for seed in seeds):
+    if isinstance(seeds, list) and seeds and all(type(seed) is int for seed in seeds):
         return seeds
     raise ConfigError(f"seeds is {seeds!r}; it must be a list of whole numbers, or how many there are")

@@ -6,7 +6,16 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from fedbilevel.experiment.registry import NESTED, ConfigError, Factory, find, nearest, parameters
+from fedbilevel.experiment.registry import (
+    INSIDE,
+    NESTED,
+    ConfigError,
+    Factory,
+    find,
+    nearest,
+    parameters,
+    types_of,
+)
 
 Table: TypeAlias = dict[str, Any]
 
@@ -28,18 +37,35 @@ def construct(
         name: make() for name, make in (given or {}).items() if name in known and name not in arguments
     }
     check_keys(arguments, known, where)
-    missing = [
-        n
-        for n, p in known.items()
-        if p.default is inspect.Parameter.empty and not {n} & (arguments.keys() | supplied)
-    ]
-    if missing:
-        raise ConfigError(f"{where}.{missing[0]} is missing: {factory.__name__} needs it")
+    _check_complete(known, {*arguments, *supplied}, where, _kind(table))
+    _check_types(factory, arguments, where)
     values = {name: nested(value, f"{where}.{name}") for name, value in arguments.items()}
     try:
         return factory(**supplied, **values)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: {error}") from error
+    except Exception as error:  # whatever a factory, perhaps the user's own, says of its arguments
+        raise ConfigError(f"{where}: {str(error) or type(error).__name__}") from error
+
+
+def _kind(table: Any) -> str:
+    return str(table if isinstance(table, str) else table["kind"])
+
+
+def _check_complete(known: Mapping[str, inspect.Parameter], given: set[str], where: str, kind: str) -> None:
+    for name, parameter in known.items():
+        if parameter.default is inspect.Parameter.empty and name not in given:
+            raise ConfigError(f"{where}.{name} is missing: {kind} needs it")
+
+
+_SIMPLE: Mapping[Any, tuple[type, ...]] = {bool: (bool,), int: (int,), int | None: (int,), str: (str,)}
+
+
+def _check_types(factory: Factory, arguments: Table, where: str) -> None:
+    """Refuse what Python would take silently, such as "no" for a truth value."""
+    hints = types_of(factory)
+    for name, value in arguments.items():
+        wanted = _SIMPLE.get(hints.get(name))
+        if wanted and (not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted)):
+            raise ConfigError(f"{where}.{name} is {value!r}; it must be of type {wanted[0].__name__}")
 
 
 def _parts(table: Any, group: Mapping[str, Factory], where: str) -> tuple[Factory, Table]:
@@ -59,8 +85,11 @@ def _parts(table: Any, group: Mapping[str, Factory], where: str) -> tuple[Factor
 
 def nested(value: Any, where: str) -> Any:
     """A value of a table: tables with a kind become objects, lists become tuples."""
+    group = INSIDE.get(where.rsplit(".", 1)[-1], {})
     if isinstance(value, dict) and "kind" in value:
-        return construct(value, NESTED, where)
+        return construct(value, group or NESTED, where)
+    if isinstance(value, str) and group:
+        return construct(value, group, where)
     if isinstance(value, dict):
         return {key: nested(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, list):
@@ -85,8 +114,7 @@ def with_defaults(table: Any, group: Mapping[str, Factory], where: str) -> Table
     defaults = {
         name: _plain(p.default) for name, p in parameters(factory).items() if _plain(p.default) is not None
     }
-    kind = table if isinstance(table, str) else table["kind"]
-    return {"kind": kind} | defaults | arguments
+    return {"kind": _kind(table)} | defaults | arguments
 
 
 def _plain(value: Any) -> Any:

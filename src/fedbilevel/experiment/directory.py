@@ -68,12 +68,13 @@ class Directory:
     def begin(self, plan: Plan, *, again: bool = False) -> Result | None:
         """Make the folder ready, and return what an earlier run of the same plan has reached there."""
         earlier = self.manifest()
-        if earlier and not again and earlier.get("config_hash") != plan.hash:
+        fruitless = not any(self._checkpoints())  # a run that broke off at once is not worth an error
+        if earlier and not again and not fruitless and earlier.get("config_hash") != plan.hash:
             raise RunError(
                 f"{self.path} holds a run with other settings. Choose another folder with --out, or "
                 "replace it with --again."
             )
-        if again:
+        if again or fruitless:
             self._clear()
         start = self.last() if earlier and not again else None
         self.path.mkdir(parents=True, exist_ok=True)
@@ -186,7 +187,7 @@ def _facts(plan: Plan) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "name": plan.config["name"],
-        "variant": plan.variant,
+        "variant": plan.variant or plan.config["name"],
         "seed": plan.seed,
         "config_hash": plan.hash,
         "precision": plan.config["precision"],

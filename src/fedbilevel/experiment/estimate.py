@@ -27,6 +27,8 @@ class Estimate:
         preparation: seconds for data, compilation and the first evaluation.
         step, evaluation: seconds of one.
         spent: of one step.
+        before: spent before the first one, such as for measuring the smoothness.
+        diverged: whether already the first step gave no finite numbers.
         steps, evaluations: how many there will be.
         memory: the largest this process has been so far, in bytes.
     """
@@ -35,6 +37,8 @@ class Estimate:
     step: float
     evaluation: float
     spent: Ledger
+    before: Ledger
+    diverged: bool
     steps: int
     evaluations: int
     memory: int
@@ -45,13 +49,18 @@ class Estimate:
         return self.preparation + self.steps * self.step + self.evaluations * self.evaluation
 
     def __str__(self) -> str:
-        total, spent = self.steps * self.spent.bytes, self.spent
+        sent = self.before.bytes + self.steps * self.spent.bytes
+        rounds = self.before.rounds + self.steps * self.spent.rounds
         return (
-            f"{self.steps:,} steps: about {_duration(self.seconds)}, {total / 1e6:,.1f} MB sent in "
-            f"{self.steps * spent.rounds:,} rounds, {self.memory / 2**30:.2f} GiB of memory\n"
+            f"{self.steps:,} steps: about {duration(self.seconds)}, {sent / 1e6:,.1f} MB sent in "
+            f"{rounds:,} rounds, {self.memory / 2**30:.2f} GiB of memory{self._trouble}\n"
             f"  one step {self.step * 1e3:,.1f} ms, an evaluation {self.evaluation * 1e3:,.1f} ms, "
             f"preparation {self.preparation:.1f} s"
         )
+
+    @property
+    def _trouble(self) -> str:
+        return "; the first step already DIVERGES" if self.diverged else ""
 
 
 def estimate(plan: Plan) -> Estimate:
@@ -74,9 +83,12 @@ def estimate(plan: Plan) -> Estimate:
             preparation = time.perf_counter() - began
             step = _seconds(advance)
             run.take(block)
-            evaluation = _seconds(lambda: evaluate(session, *algorithm.solution(run.state), run.key)[0])
+            evaluation = _seconds(lambda: evaluate(session, *run.solution(), run.key)[0])
     spent = Ledger.from_counts(block.counts)
-    return Estimate(preparation, step, evaluation, spent, steps, -(-steps // every), _memory())
+    return Estimate(
+        *(preparation, step, evaluation, spent, cost, run.diverged),
+        *(steps, -(-steps // every), _memory()),
+    )
 
 
 def _seconds(work: Callable[[], Any]) -> float:
@@ -91,11 +103,11 @@ def _memory() -> int:
     return size if sys.platform == "darwin" else 1024 * size
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Seconds as people say them.
 
     Example:
-        >>> _duration(12), _duration(150), _duration(9000)
+        >>> duration(12), duration(150), duration(9000)
         ('12 s', '2.5 min', '2.5 h')
     """
     for size, name in ((3600.0, "h"), (60.0, "min")):

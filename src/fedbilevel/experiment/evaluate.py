@@ -16,6 +16,7 @@ from fedbilevel.algorithm.base import Variables
 from fedbilevel.algorithm.measure import MEASURES, ClientProbe, PointProbe
 from fedbilevel.engine.base import Session, Stepper
 from fedbilevel.experiment.best import Row, higher_is_better
+from fedbilevel.fed.ledger import Ledger
 from fedbilevel.problem.base import Problem
 from fedbilevel.tree import PyTree
 
@@ -33,6 +34,7 @@ class Evaluator:
     def __init__(self, problem: Problem, measure: Sequence[str] = ()) -> None:
         self.problem = problem
         _check_measures(problem, measure)
+        _check_names(problem, measure)
         self._point: list[Stepper] = [PointProbe(tuple(measure))] if measure else []
         self._clients: list[Stepper] = [ClientProbe()] if problem.client_metrics else []
 
@@ -48,14 +50,17 @@ class Evaluator:
             row |= {name: float(value) for name, value in session.ask(probe, Variables(x, y), key).items()}
         values: ClientValues = {}
         for probe in self._clients:
-            answers = session.ask(probe, Variables(x, y), key)
-            answered = np.asarray(answers.pop("answered"))
+            answers = {
+                name: np.asarray(value) for name, value in session.ask(probe, Variables(x, y), key).items()
+            }
+            answered = answers.pop("answered")
+            row |= summary({name: value[answered] for name, value in answers.items()})
             values = {name: np.where(answered, value, np.nan) for name, value in answers.items()}
-        return row | summary(values), values
+        return row, values
 
 
 def summary(values: Mapping[str, npt.NDArray[Any]]) -> Row:
-    """Mean, worst and 10 % percentile over the clients that answered.
+    """Mean, worst and 10 % percentile over clients; NaN if a client's value is, or if there is none.
 
     The percentile is what the worst tenth of the clients does not surpass: the lowest tenth of an
     accuracy, the highest of a loss.
@@ -63,9 +68,10 @@ def summary(values: Mapping[str, npt.NDArray[Any]]) -> Row:
     row: Row = {}
     for name, column in values.items():
         high = higher_is_better(name)
-        row[f"{name}_mean"] = float(np.nanmean(column))
-        row[f"{name}_worst"] = float(np.nanmin(column) if high else np.nanmax(column))
-        row[f"{name}_p10"] = float(np.nanpercentile(column, 10 if high else 90))
+        column = column if len(column) else np.array([np.nan])
+        row[f"{name}_mean"] = float(np.mean(column))
+        row[f"{name}_worst"] = float(np.min(column) if high else np.max(column))
+        row[f"{name}_p10"] = float(np.percentile(column, 10 if high else 90))
     return row
 
 
@@ -81,6 +87,15 @@ def _metrics(problem: Problem, x: PyTree, y: PyTree) -> dict[str, jax.Array]:
                 f"with {type(error).__name__}: {error}"
             ) from error
     return values
+
+
+def _check_names(problem: Problem, measure: Sequence[str]) -> None:
+    """Every column of a history has one meaning."""
+    taken = [*Ledger().columns(), "step", "seconds", *measure]
+    taken += [f"{name}_{kind}" for name in problem.client_metrics for kind in ("mean", "worst", "p10")]
+    twice = sorted({name for name in taken if taken.count(name) > 1} | set(taken) & set(problem.metrics))
+    if twice:
+        raise ValueError(f"the metrics {twice} have the names of other columns of the history; rename them")
 
 
 def _check_measures(problem: Problem, measure: Sequence[str]) -> None:

@@ -145,6 +145,12 @@ def open_loggers(names: Iterable[str], folder: str | os.PathLike[str], title: st
     return loggers
 
 
+def check_loggers(names: Iterable[str]) -> None:
+    """Raise an error that explains if a logger of that name does not exist."""
+    for name in names:
+        _maker(name)
+
+
 def _maker(name: str) -> Callable[[pathlib.Path, str], Logger]:
     if name not in LOGGERS:
         near = difflib.get_close_matches(str(name), LOGGERS, n=1)

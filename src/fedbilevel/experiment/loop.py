@@ -14,7 +14,7 @@ from fedbilevel.engine.base import Block, Session
 from fedbilevel.experiment.best import Best, BestPoint, Row
 from fedbilevel.experiment.evaluate import ClientValues, Evaluator
 from fedbilevel.experiment.record import History, Result
-from fedbilevel.experiment.suspicion import NOTES, AdjointWarning, suspicions
+from fedbilevel.experiment.suspicion import AdjointWarning, notes, suspicions
 from fedbilevel.fed.ledger import Ledger
 from fedbilevel.fed.place import Kept, map_kept
 from fedbilevel.tree import PyTree
@@ -93,6 +93,7 @@ class Run:
         self.state = map_kept(lambda kept: self.session.federation.keep(kept.value), start.state)
         self.step, self.rows, self.best = start.steps, list(start.history), start.best
         self.per_client = [dict(values) for values in start.history.per_client]
+        self.trouble = dict(start.trouble)
         self.stopped = self.wanted is not None and self.wanted.is_out_of_patience(self.rows)
 
     def take(self, block: Block) -> None:
@@ -107,8 +108,10 @@ class Run:
         self._evaluate({name: float(values[-1]) for name, values in info.items() if len(values)})
 
     def _evaluate(self, info: Row) -> None:
-        x, y = self._solution()
+        x, y = self.solution()
         metrics, clients = self.evaluate(self.session, x, y, self.begin_key)
+        if both := sorted(info.keys() & metrics):
+            raise ValueError(f"the method reports {both} itself; leave them out of `measure` and metrics")
         self.rows.append({"step": self.step} | metrics | info | self.ledger.columns())
         self.per_client.append(clients)
         if self.wanted is not None:
@@ -122,22 +125,20 @@ class Run:
             self.best = BestPoint(self.step, self.rows[-1][wanted.metric], x, y)
         self.stopped = wanted.is_out_of_patience(self.rows)
 
-    def _solution(self) -> tuple[PyTree, PyTree]:
+    def solution(self) -> tuple[PyTree, PyTree]:
+        """x and y as they are now; what clients keep as one row a client."""
         x, y = self.algorithm.solution(self.state)
         return map_kept(self.session.federation.stacked, x), map_kept(self.session.federation.stacked, y)
 
-    def _notes(self) -> tuple[str, ...]:
-        return tuple(NOTES[kind].format(worst) for kind, worst in self.trouble.items())
-
     def warn(self) -> None:
         """Say what was suspicious, to who called `solve`."""
-        for note in self._notes():
+        for note in notes(self.trouble):
             warnings.warn(note, AdjointWarning, stacklevel=3)
 
     def result(self) -> Result:
         """What there is so far."""
-        before = ((), ()) if self.earlier is None else (self.earlier.failures, self.earlier.notes)
-        x, y = self._solution()
+        before = () if self.earlier is None else self.earlier.failures
+        x, y = self.solution()
         state = map_kept(lambda kept: Kept(self.session.federation.stacked(kept)), self.state)
         return Result(
             x,
@@ -148,8 +149,8 @@ class Run:
             self.step,
             self.seed,
             state,
-            (*before[0], *self.session.failures),
-            (*before[1], *(note for note in self._notes() if note not in before[1])),
+            (*before, *self.session.failures),
+            self.trouble,
             self.smoothness,
             self.best,
         )

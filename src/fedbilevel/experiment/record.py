@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedbilevel.experiment.best import BestPoint, Row
+from fedbilevel.experiment.suspicion import notes
 from fedbilevel.fed.ledger import Ledger
 from fedbilevel.portable import DTYPES, Array, PortableError, loaded, pack, unpack
 from fedbilevel.tree import PyTree
@@ -79,7 +80,7 @@ class Result:
         seed: of the run.
         state: all that the algorithm carries: what `solve(..., start=result)` goes on from.
         failures: what went wrong at clients, one line each.
-        notes: what the run itself found suspicious, one line each.
+        trouble: what was suspicious in the reports of the adjoint: kind -> worst number (`notes` says it).
         smoothness: what `smoothness="auto"` measured at the start; None if nothing had to be measured.
         best: where the metric of `solve(..., best=)` was best; None if none was named.
     """
@@ -93,9 +94,14 @@ class Result:
     seed: int
     state: PyTree
     failures: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    trouble: Mapping[str, float] = dataclasses.field(default_factory=dict)
     smoothness: float | None = None
     best: BestPoint | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the run itself found suspicious, one line each."""
+        return notes(self.trouble)
 
     def save(self, path: str | os.PathLike[str]) -> pathlib.Path:
         """Write it to a file: a zip of one JSON text and `.npy` arrays. Atomic: all of it, or nothing."""

@@ -88,8 +88,16 @@ PARTS: Mapping[str, Factory] = {
     "Best": Best,
 }
 
+INSIDE: Mapping[str, Mapping[str, Factory]] = {
+    "partition": PARTITIONS,
+    "constraint": CONSTRAINTS,
+    **dict.fromkeys(("model", "backbone", "head"), MODELS),
+    **dict.fromkeys(("lr", "upper_lr", "lower_lr", "adjoint_lr"), SCHEDULES),
+}
+"""What the table of a certain name inside another one may be."""
+
 NESTED: Mapping[str, Factory] = {**MODELS, **PARTITIONS, **CONSTRAINTS, **SCHEDULES, **PARTS}
-"""What a table inside another one may be."""
+"""What any other table inside a table may be."""
 
 GROUPS: Mapping[str, Mapping[str, Any]] = {
     "algorithms": ALGORITHMS,
@@ -99,14 +107,16 @@ GROUPS: Mapping[str, Mapping[str, Any]] = {
     "partitions": PARTITIONS,
     "engines": ENGINES,
     "schedules": SCHEDULES,
+    "constraints": CONSTRAINTS,
+    "parts": PARTS,
 }
 """What `fedbilevel list` shows."""
 
 
 def nearest(name: str, names: typing.Iterable[str]) -> str:
-    """`; did you mean ...?` if a valid name is near, else nothing."""
+    """The end of a sentence about a wrong name: the nearest valid one, if there is any."""
     near = difflib.get_close_matches(str(name), list(names), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return f"; did you mean {near[0]!r}?" if near else "."
 
 
 def find(kind: Any, group: Mapping[str, Factory], what: str) -> Factory:
@@ -124,6 +134,16 @@ def find(kind: Any, group: Mapping[str, Factory], what: str) -> Factory:
     )
 
 
+def types_of(factory: Factory) -> dict[str, Any]:
+    """The annotations of a factory, and of the class that it makes."""
+    try:
+        own = typing.get_type_hints(factory)
+    except (NameError, TypeError):  # a factory of one's own may be annotated as it likes, or not at all
+        return {}
+    made = factory if isinstance(factory, type) else own.get("return")
+    return {**(typing.get_type_hints(made) if isinstance(made, type) else {}), **own}
+
+
 def parameters(factory: Factory) -> dict[str, inspect.Parameter]:
     """The arguments of a factory by name; `**options` stand for the optional ones of the class it makes.
 
@@ -135,7 +155,7 @@ def parameters(factory: Factory) -> dict[str, inspect.Parameter]:
     open_ended = [name for name, p in found.items() if p.kind is inspect.Parameter.VAR_KEYWORD]
     for name in open_ended:
         del found[name]
-        made = typing.get_type_hints(factory).get("return")
+        made = types_of(factory).get("return")
         if isinstance(made, type) and dataclasses.is_dataclass(made):
             theirs = inspect.signature(made).parameters.items()  # what they need, the factory gives them
             found = {**{name: p for name, p in theirs if p.default is not inspect.Parameter.empty}, **found}

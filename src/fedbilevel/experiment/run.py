@@ -70,8 +70,8 @@ def solve(
         algorithm, smoothness, spent = ready(where, problem, clients, algorithm, seed, start)
         session = stack.enter_context(where.connect(problem, clients, algorithm, evaluate.probes))
         run = Run(algorithm, session, evaluate, seed, spent, start, smoothness, best, callback)
-        tick = stack.enter_context(progress_bar(progress, steps))
         run.begin()
+        tick = stack.enter_context(progress_bar(progress, run.step + steps, done=run.step))
         _go(run, steps, every or usual_interval(steps), tick)
         run.warn()
         return run.result()
@@ -132,9 +132,6 @@ def check(problem: Problem, clients: Clients, algorithm: Any, steps: int, every:
         raise ValueError(f"steps is {steps} and every is {every}; they must be at least 0 and 1")
     if not bool(all_finite((problem.x0, problem.y0))):
         raise ValueError("x0 or y0 holds a NaN or an infinity: a run cannot start there")
-    taken = sorted({*Ledger().columns(), "step"} & set(problem.metrics))
-    if taken:
-        raise ValueError(f"the metrics {taken} have the names of columns that every history has; rename them")
     if getattr(algorithm, "cohort", None) is not None and clients.has_weightless:
         raise ValueError("a sampled cohort may consist of clients of weight 0 alone; leave such clients out")
     problem.check(clients)

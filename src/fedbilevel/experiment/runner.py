@@ -13,9 +13,10 @@ import jax
 from fedbilevel.experiment.build import Built, build
 from fedbilevel.experiment.config import Plan
 from fedbilevel.experiment.directory import Directory
-from fedbilevel.experiment.logger import Logger, open_loggers
+from fedbilevel.experiment.logger import Logger, check_loggers, open_loggers
 from fedbilevel.experiment.loop import Evaluation
 from fedbilevel.experiment.record import Result, load
+from fedbilevel.experiment.registry import ConfigError
 from fedbilevel.experiment.sweep import Job, sweep
 
 Task: TypeAlias = tuple[Plan, pathlib.Path]
@@ -51,10 +52,11 @@ def run_all(
         groups.setdefault(tuple(settings), []).append((plan, folder))
     for group in groups.values():
         with jax.enable_x64(group[0][0].config["precision"] == "float64"):
-            yield from _run_group(group, again, progress)
+            outcomes = _run_group(group, again, progress)
+        yield from outcomes
 
 
-def _run_group(group: Sequence[Task], again: bool, progress: bool | None) -> Iterator[Outcome]:
+def _run_group(group: Sequence[Task], again: bool, progress: bool | None) -> list[Outcome]:
     with contextlib.ExitStack() as stack:
         runs = [stack.enter_context(_opened(plan, folder, again)) for plan, folder in group]
         config, todo = group[0][0].config, [run for run in runs if not run.is_done]
@@ -62,9 +64,21 @@ def _run_group(group: Sequence[Task], again: bool, progress: bool | None) -> Ite
             now = [run for run in todo if run.steps_left == steps]
             jobs, engine = [run.job() for run in now], now[0].built.engine
             settings = {"every": config["every"], "measure": config.get("measure", ()), "progress": progress}
-            for run, result in zip(now, sweep(jobs, steps, engine=engine, **settings), strict=True):
+            with naming(group[0][0]):
+                results = sweep(jobs, steps, engine=engine, **settings)
+            for run, result in zip(now, results, strict=True):
                 run.finish(result)
-        yield from [run.outcome(run in todo) for run in runs]
+        return [run.outcome(run in todo) for run in runs]
+
+
+@contextlib.contextmanager
+def naming(plan: Plan) -> Iterator[None]:
+    """What goes wrong inside is said with the name of the plan's file."""
+    try:
+        yield
+    except (ValueError, TypeError, ImportError) as error:
+        prefix = "" if str(error).startswith(plan.source) else f"{plan.source}: "
+        raise ConfigError(f"{prefix}{error}") from error
 
 
 @contextlib.contextmanager
@@ -74,9 +88,10 @@ def _opened(plan: Plan, folder: pathlib.Path, again: bool) -> Iterator[_FolderRu
     directory = Directory(folder, checkpoint.get("keep", 2), checkpoint.get("every", 1))
     run = _FolderRun(plan, directory, again)
     try:
+        run.open()
         yield run
     except BaseException as error:
-        if not run.is_done:
+        if not run.is_done and directory.manifest():
             directory.note(status="interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
         raise
     finally:
@@ -87,14 +102,20 @@ class _FolderRun:
     """One run between its opening and its outcome."""
 
     def __init__(self, plan: Plan, directory: Directory, again: bool) -> None:
-        self.plan, self.directory = plan, directory
+        self.plan, self.directory, self.again = plan, directory, again
         self.is_done = not again and directory.is_done(plan)
         self.loggers: list[Logger] = []
+        if not self.is_done:  # before anything is written: a mistake leaves no folder behind
+            self.built: Built = build(plan)
+
+    def open(self) -> None:
         if self.is_done:
             return
-        self.built: Built = build(plan)  # before anything is written: a mistake leaves no folder behind
-        self.start = directory.begin(plan, again=again)
-        self.loggers = open_loggers(plan.config.get("loggers", ()), directory.path, plan.folder)
+        names = self.plan.config.get("loggers", ())
+        with naming(self.plan):
+            check_loggers(names)
+            self.start = self.directory.begin(self.plan, again=self.again)
+            self.loggers = open_loggers(names, self.directory.path, self.plan.folder)
 
     @property
     def steps_left(self) -> int:

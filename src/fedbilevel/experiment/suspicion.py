@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ class AdjointWarning(UserWarning):
     """The adjoint system was not solved: the hypergradients of the run cannot be trusted."""
 
 
-NOTES = {
+_NOTES = {
     "growth": (
         "a term of the Neumann series grew (by {:.3g} at worst): ‖I − H/ℓ‖ > 1, so the series cannot "
         "converge. Raise `smoothness` above the largest eigenvalue of H, or add `damping` if H has negative "
@@ -28,6 +29,11 @@ NOTES = {
         'above `smoothness` (`smoothness="auto"` measures a bound) or below zero (add `damping`).'
     ),
 }
+
+
+def notes(trouble: Mapping[str, float]) -> tuple[str, ...]:
+    """What to say of some kinds of trouble with their worst numbers, one line each."""
+    return tuple(_NOTES[kind].format(worst) for kind, worst in trouble.items())
 
 
 def suspicions(info: dict[str, Any]) -> dict[str, float]:

@@ -118,7 +118,9 @@ def _together(
         ]
     with contextlib.ExitStack() as stack:
         runs = [stack.enter_context(_begun(engine, job, steps, every, measure)) for job in jobs]
-        tick = stack.enter_context(progress_bar(progress, steps, f"{len(runs)} runs"))
+        tick = stack.enter_context(
+            progress_bar(progress, runs[0].step + steps, f"{len(runs)} runs", runs[0].step)
+        )
         _go(runs, steps, every or usual_interval(steps), tick)
         for run in runs:
             run.warn()

@@ -147,10 +147,10 @@ def documented(factory: Factory) -> tuple[str, dict[str, str]]:
 def _sections(text: str) -> tuple[str, dict[str, str]]:
     """All but the arguments, and the arguments one by one."""
     before, _, rest = f"{text}\n".partition("\nArgs:\n")
-    inside = list(
-        itertools.takewhile(lambda line: not line.strip() or line.startswith("    "), rest.splitlines())
-    )
+    inside = list(itertools.takewhile(lambda line: not line.strip() or line[0] == " ", rest.splitlines()))
     after = "\n".join(rest.splitlines()[len(inside) :])
-    entries = re.findall(r"^    (\w[\w, ]*): (.*(?:\n        .*)*)", "\n".join(inside), re.MULTILINE)
+    depth = len(inside[0]) - len(inside[0].lstrip()) if inside else 0
+    entry = rf"^ {{{depth}}}(\w[\w, ]*): ?(.*(?:\n {{{depth + 1},}}.*)*)"
+    entries = re.findall(entry, "\n".join(inside), re.MULTILINE)
     fields = {name.strip(): " ".join(said.split()) for names, said in entries for name in names.split(",")}
     return f"{before.rstrip()}\n\n{after.strip()}".strip(), fields

@@ -34,6 +34,10 @@ class Client:
         key = jax.random.fold_in(self.key, stage)
         return Client(self.problem, self._clients, self._place, self.id, key)
 
+    def with_batches_of(self, size: int | None) -> Client:
+        """This client with minibatches of another size; None: all of its samples."""
+        return Client(self.problem, self._clients.batched(size), self._place, self.id, self.key)
+
     # --------------------------------------------------------------- batches
 
     def samples(self, level: str) -> Samples:

@@ -72,7 +72,16 @@ class Quadratic(eqx.Module):
         coupling: float = 0.3,
         alike: bool = False,
     ) -> Quadratic:
-        """Random clients; the eigenvalues of every `A_i` lie in `curvature`, `alike` makes them equal."""
+        """A quadratic bilevel problem with random clients, and a solution in closed form.
+
+        Args:
+            key: draws them.
+            clients: how many.
+            dx, dy: dimensions of x and y.
+            curvature: where the eigenvalues of every `A_i` lie.
+            coupling: size of `E_i`, which couples x and y in f.
+            alike: all clients are equal.
+        """
         return cls(*_draw_quadratic(key, 1 if alike else clients, clients, dx, dy, curvature, coupling))
 
     # ------------------------------------------------------ as a federation
@@ -185,7 +194,16 @@ class Saddle(eqx.Module):
         centred: bool = True,
         penalty: float = 10.0,
     ) -> Saddle:
-        """The FedNest paper's experiment: `A_i = t_i I`, `t_i ~ U(0, 0.1)`, `b_i ~ N(0, spread²)`."""
+        """The FedNest paper's minimax problem: `A_i = t_i I`, `t_i ~ U(0, 0.1)`, `b_i ~ N(0, spread²)`.
+
+        Args:
+            key: draws the clients.
+            clients: how many.
+            d: dimension of x and of y.
+            spread: s, how much the `b_i` differ.
+            centred: subtract their mean, so that the saddle point is zero.
+            penalty: λ.
+        """
         k_scale, k_shift = jr.split(key)
         scales = jr.uniform(k_scale, (clients, 1, 1), maxval=0.1)
         b = spread * jr.normal(k_shift, (clients, d))
@@ -235,7 +253,13 @@ class Composition(eqx.Module):
 
     @classmethod
     def random(cls, key: jax.Array, clients: int, dx: int, dy: int) -> Composition:
-        """Random clients; `dy` at least `dx`, or the solution is not unique."""
+        """A compositional problem with random clients, and a solution in closed form.
+
+        Args:
+            key: draws the clients.
+            clients: how many.
+            dx, dy: dimensions of x and y; `dy` at least `dx`, or the solution is not unique.
+        """
         k_map, k_shift, k_target = jr.split(key, 3)
         R = jnp.eye(dy, dx) + 0.3 * jr.normal(k_map, (clients, dy, dx))
         return cls(R, jr.normal(k_shift, (clients, dy)), jr.normal(k_target, (clients, dy)))
