@@ -12,7 +12,8 @@ from fedbilevel.cli.say import remark, show
 from fedbilevel.data.describe import describe
 from fedbilevel.data.source import SOURCES, get
 from fedbilevel.experiment.build import data_of
-from fedbilevel.experiment.config import merged, parsed, plans, tree_of
+from fedbilevel.experiment.change import merged, parsed, tree_of
+from fedbilevel.experiment.config import plans
 from fedbilevel.experiment.registry import ConfigError
 
 commands = typer.Typer(help="Data sets: list, get, describe.", no_args_is_help=True)

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from fedbilevel.cli.say import is_terminal, remark, show
-from fedbilevel.experiment.config import Plan, parsed, plans
+from fedbilevel.experiment.change import parsed
+from fedbilevel.experiment.config import Plan, plans
 from fedbilevel.experiment.estimate import duration, estimate
 from fedbilevel.experiment.figure import draw_curves
 from fedbilevel.experiment.recorded import RunError, choose_metric, find_runs

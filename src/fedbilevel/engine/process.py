@@ -108,6 +108,10 @@ class Process(Engine):
         return lambda id: encode(*_configure(common | {"clients": clients.only(id), "id": id}))
 
 
+_START = 120.0
+"""Seconds that a new process has, at least, to import what it needs and answer for the first time."""
+
+
 class Pool:
     """Client processes and the connections to them."""
 
@@ -116,6 +120,7 @@ class Pool:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.connections: list[Any] = []
         self._threads = ThreadPoolExecutor(max_workers=1024)  # as many as there are clients, in fact
+        self._starting: set[int] = set()
 
     @property
     def alive(self) -> set[int]:
@@ -129,11 +134,11 @@ class Pool:
         del self.processes[n:], self.connections[n:]
         for client in range(n):
             if client == len(self.processes):
-                process, connection = self._start()
+                process, connection = self._start(client)
                 self.processes.append(process)
                 self.connections.append(connection)
             elif self.connections[client] is None:
-                self.processes[client], self.connections[client] = self._start()
+                self.processes[client], self.connections[client] = self._start(client)
 
     def exchange(self, messages: dict[int, bytes], limit: int) -> dict[int, bytes | Exception]:
         """Send each client its message and wait for all replies, at most `limit` bytes each.
@@ -141,12 +146,14 @@ class Pool:
         A thread a client, so that one that does not read or write holds up nobody longer than `timeout`.
         """
         talks = {c: self._threads.submit(_talk, self.connections[c], m, limit) for c, m in messages.items()}
+        timeout = max(self.timeout, _START) if self._starting & messages.keys() else self.timeout
+        self._starting -= messages.keys()
         try:
-            wait(talks.values(), self.timeout)
+            wait(talks.values(), timeout)
         finally:  # also when interrupted: a reply that nobody reads would be taken for the next one
             late = self._give_up(talks)
         replies = {client: talk.exception() or talk.result() for client, talk in talks.items()}
-        too_late = TimeoutError(f"it did not answer within {self.timeout:g} s and was given up")
+        too_late = TimeoutError(f"it did not answer within {timeout:g} s and was given up")
         replies |= dict.fromkeys(late, too_late)
         return {client: self._reply(client, reply) for client, reply in replies.items()}
 
@@ -179,8 +186,9 @@ class Pool:
             self.drop(client)
         self._threads.shutdown()
 
-    def _start(self) -> tuple[subprocess.Popen[bytes], Any]:
+    def _start(self, client: int) -> tuple[subprocess.Popen[bytes], Any]:
         """A new client: its end of a private pair of sockets is all that it gets."""
+        self._starting.add(client)
         ours, theirs = Pipe()
         with theirs:
             command = [sys.executable, "-m", self.worker, str(theirs.fileno()), *_main_script()]

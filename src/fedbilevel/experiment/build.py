@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import jax.random as jr
 
 from fedbilevel.algorithm.base import Algorithm
@@ -62,11 +63,16 @@ def build(plan: Plan) -> Built:
 
 def data_of(table: Table) -> tuple[Dataset, Clients]:
     """The data set that a `[data]` table names, and the clients it makes of it."""
-    return _data(json.dumps(table, sort_keys=True))
+    return _data(json.dumps(table, sort_keys=True), _precision())
+
+
+def _precision() -> str:
+    """In which arrays are made now: what is kept for one precision must not serve the other."""
+    return str(jnp.result_type(float))
 
 
 @functools.lru_cache(maxsize=4)  # the variants of a file mostly share their data
-def _data(text: str) -> tuple[Dataset, Clients]:
+def _data(text: str, precision: str) -> tuple[Dataset, Clients]:
     table = json.loads(text)
     check_keys(table, _DATA, "data")
     for key in ("name", "partition"):
@@ -94,11 +100,12 @@ def _problem_and_clients(plan: Plan) -> tuple[Problem, Clients]:
     if "name" in data or {"inputs", "classes"} & known:
         dataset, clients = data_of(data)
         return construct(table, PROBLEMS, "problem", _surroundings(dataset, clients, seed)), clients
-    return _own_data(json.dumps([table, data, seed if "seed" in known else None], sort_keys=True))
+    text = json.dumps([table, data, seed if "seed" in known else None], sort_keys=True)
+    return _own_data(text, _precision())
 
 
 @functools.lru_cache(maxsize=4)
-def _own_data(text: str) -> tuple[Problem, Clients]:
+def _own_data(text: str, precision: str) -> tuple[Problem, Clients]:
     """A problem that brings its data. The data's seed draws it, so that all seeds solve the same problem."""
     table, data, seed = json.loads(text)
     known = construct(

@@ -29,11 +29,11 @@ from typing import Any
 
 import tomli_w
 
+from fedbilevel.experiment.change import merged, tree_of
 from fedbilevel.experiment.construct import Table, check_keys, with_defaults
 from fedbilevel.experiment.engines import ENGINES
 from fedbilevel.experiment.registry import (
     ALGORITHMS,
-    NESTED,
     PROBLEMS,
     ConfigError,
     Factory,
@@ -231,60 +231,6 @@ def check_settings(settings: Table) -> None:
     for key, value in settings.get("checkpoint", {}).items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"checkpoint.{key} is {value!r}; it must be a whole number of at least 1")
-
-
-# ------------------------------------------------------------------- changes
-
-
-def merged(base: Table, change: Mapping[str, Any]) -> Table:
-    """A table with changes, deeply.
-
-    Where the kind of a table changes, settings of the old kind that the new one does not have are dropped.
-    """
-    new = copy.deepcopy(base)
-    for key, value in change.items():
-        old = new.get(key)
-        if isinstance(value, Mapping) and isinstance(old, dict):
-            new[key] = merged(_adapted(old, value.get("kind")), value)
-        else:
-            new[key] = copy.deepcopy(value)
-    return new
-
-
-def _adapted(table: Table, kind: Any) -> Table:
-    """What of a table makes sense for another kind."""
-    everything = {**ALGORITHMS, **PROBLEMS, **NESTED, **ENGINES}
-    old, new = everything.get(table.get("kind", "")), everything.get(kind or "")
-    if kind is None or kind == table.get("kind") or old is None or new is None:
-        return table
-    lost = set(parameters(old)) - set(parameters(new))
-    return {key: value for key, value in table.items() if key not in lost}
-
-
-def tree_of(dotted: Mapping[str, Any]) -> Table:
-    """`{"a.b": 1}` as `{"a": {"b": 1}}`."""
-    tree: Table = {}
-    for key, value in dotted.items():
-        *path, last = key.split(".")
-        place = tree
-        for part in path:
-            place[part] = place.get(part, {})
-            if not isinstance(place[part], dict):  # `algorithm=FedNest` is short for its kind
-                place[part] = {"kind": place[part]}
-            place = place[part]
-        place[last] = value
-    return tree
-
-
-def parsed(text: str) -> tuple[str, Any]:
-    """`algorithm.upper_lr=0.01` of the command line as a key and a value; bare words are strings."""
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"{text!r} is not of the form key=value, such as algorithm.upper_lr=0.01")
-    try:
-        return key.strip(), tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return key.strip(), value.strip()
 
 
 def _pick(table: Mapping[str, Any], name: str, what: str) -> Any:

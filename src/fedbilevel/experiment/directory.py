@@ -22,7 +22,7 @@ import pathlib
 import platform
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ import numpy as np
 
 from fedbilevel.experiment.config import Plan
 from fedbilevel.experiment.loop import Evaluation
-from fedbilevel.experiment.record import Result, load, written
+from fedbilevel.experiment.record import History, Result, load, written
 from fedbilevel.experiment.recorded import FORMAT, RunError
 from fedbilevel.portable import PortableError
 
@@ -63,7 +63,16 @@ class Directory:
         if facts.get("config_hash") != plan.hash or not (self.path / "result.npz").exists():
             return False
         ended = facts["status"] in ("stopped", "diverged")
-        return ended or (facts["status"] == "done" and facts["steps"] >= plan.config["steps"])
+        enough = facts["status"] == "done" and facts["steps"] >= plan.config["steps"]
+        return (ended or enough) and self._is_sound(self.path / "result.npz")
+
+    def _is_sound(self, file: pathlib.Path) -> bool:
+        try:
+            load(file)
+        except PortableError as error:
+            log.warning("%s is damaged and made again (%s)", file, error)
+            return False
+        return True
 
     def begin(self, plan: Plan, *, again: bool = False) -> Result | None:
         """Make the folder ready, and return what an earlier run of the same plan has reached there."""
@@ -80,7 +89,8 @@ class Directory:
         self.path.mkdir(parents=True, exist_ok=True)
         self._write("config.toml", plan.toml())
         self.note(**_facts(plan), status="running")
-        self._cut_back(0 if start is None else len(start.history))
+        self._write_again(History() if start is None else start.history)
+        self._tidy(start)
         return start
 
     def _clear(self) -> None:
@@ -89,17 +99,42 @@ class Directory:
         for file, *_ in self._checkpoints():
             file.unlink()
 
-    def _cut_back(self, rows: int) -> None:
-        """Forget the rows behind the checkpoint, the last of which may be half a line: they come again."""
-        self._rows = rows
-        for name in ("history.jsonl", "clients.jsonl"):
-            file = self.path / name
-            lines = file.read_text().splitlines(keepends=True)[:rows] if file.exists() else []
-            if file.exists() or name == "history.jsonl":
-                self._write(name, "".join(lines))
-            if name == "history.jsonl":
-                spent = json.loads(lines[-1])["seconds"] if lines else 0.0
-                self._since = time.monotonic() - spent
+    def _write_again(self, history: History) -> None:
+        """Rows as the checkpoint has them: those behind it come again, and what a kill cut off is complete.
+
+        The seconds of a row are known only to the file; where it has lost them, those before count on.
+        """
+        spent = {row["step"]: row["seconds"] for row in self._readable("history.jsonl")}
+        seconds, rows = 0.0, []
+        for row in history:
+            seconds = spent.get(row["step"], seconds)
+            rows.append(row | {"seconds": seconds})
+        self._write("history.jsonl", "".join(map(_line, rows)))
+        values = [
+            _client_row(row["step"], each) for row, each in zip(history, history.per_client, strict=True)
+        ]
+        if any(history.per_client):
+            self._write("clients.jsonl", "".join(map(_line, values)))
+        else:
+            (self.path / "clients.jsonl").unlink(missing_ok=True)
+        self._rows, self._since = len(rows), time.monotonic() - seconds
+
+    def _readable(self, name: str) -> Iterator[dict[str, Any]]:
+        """The rows of a file up to the first that cannot be read."""
+        file = self.path / name
+        for line in file.read_text(errors="replace").splitlines() if file.exists() else []:
+            try:
+                row = json.loads(line)
+                yield {"step": row["step"], "seconds": row["seconds"]}
+            except (ValueError, KeyError, TypeError):
+                return
+
+    def _tidy(self, start: Result | None) -> None:
+        """Remove what a killed run left half done."""
+        for draft in self.path.glob(".*"):
+            draft.unlink()
+        if start is not None:
+            self._prune(start)
 
     # --------------------------------------------------------------- running
 
@@ -108,8 +143,7 @@ class Directory:
         seconds = round(time.monotonic() - self._since, 3)
         self._append("history.jsonl", seen.row | {"seconds": seconds})
         if seen.clients:
-            values = {name: np.asarray(column).tolist() for name, column in seen.clients.items()}
-            self._append("clients.jsonl", {"step": seen.row["step"]} | values)
+            self._append("clients.jsonl", _client_row(seen.row["step"], seen.clients))
         self._rows += 1
         if (self._rows - 1) % self.every == 0:
             self._save(seen.result())
@@ -140,6 +174,10 @@ class Directory:
             return  # going on from before it diverges again, and ends like a run that was not killed
         draft = result.save(self.path / ".checkpoint.npz")
         draft.replace(self.path / f"checkpoint-{result.steps:08}-{_hash(draft)}.npz")
+        self._prune(result)
+
+    def _prune(self, result: Result) -> None:
+        """Delete all checkpoints but the newest and that of the best row."""
         kept = {step for _, step, _ in list(self._checkpoints())[: self.keep]}
         if result.best is not None:
             kept.add(result.best.step)
@@ -173,7 +211,15 @@ class Directory:
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
         with open(self.path / name, "a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(_line(row))
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row) + "\n"
+
+
+def _client_row(step: float, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {"step": step} | {name: np.asarray(column).tolist() for name, column in values.items()}
 
 
 def _hash(file: pathlib.Path) -> str:

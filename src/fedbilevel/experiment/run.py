@@ -132,7 +132,10 @@ def check(problem: Problem, clients: Clients, algorithm: Any, steps: int, every:
         raise ValueError(f"steps is {steps} and every is {every}; they must be at least 0 and 1")
     if not bool(all_finite((problem.x0, problem.y0))):
         raise ValueError("x0 or y0 holds a NaN or an infinity: a run cannot start there")
-    if getattr(algorithm, "cohort", None) is not None and clients.has_weightless:
+    cohort = getattr(algorithm, "cohort", None)
+    if cohort is not None and not 1 <= cohort <= clients.n:
+        raise ValueError(f"cohort is {cohort}, but there are {clients.n} clients; None means all of them")
+    if cohort is not None and clients.has_weightless:
         raise ValueError("a sampled cohort may consist of clients of weight 0 alone; leave such clients out")
     problem.check(clients)
 

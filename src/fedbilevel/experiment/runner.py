@@ -16,6 +16,7 @@ from fedbilevel.experiment.directory import Directory
 from fedbilevel.experiment.logger import Logger, check_loggers, open_loggers
 from fedbilevel.experiment.loop import Evaluation
 from fedbilevel.experiment.record import Result, load
+from fedbilevel.experiment.recorded import RunError
 from fedbilevel.experiment.registry import ConfigError
 from fedbilevel.experiment.sweep import Job, sweep
 
@@ -76,6 +77,8 @@ def naming(plan: Plan) -> Iterator[None]:
     """What goes wrong inside is said with the name of the plan's file."""
     try:
         yield
+    except RunError:  # it names its folder
+        raise
     except (ValueError, TypeError, ImportError) as error:
         prefix = "" if str(error).startswith(plan.source) else f"{plan.source}: "
         raise ConfigError(f"{prefix}{error}") from error
