@@ -88,7 +88,7 @@ def check_lengths(algorithm: Algorithm[Any], n: int) -> None:
     """Raise an error that explains if a setting with one number for each client has not n of them."""
     for field in dataclasses.fields(algorithm):
         value = getattr(algorithm, field.name)
-        if isinstance(value, tuple) and len(value) != n:
+        if isinstance(value, tuple) and all(isinstance(v, int | float) for v in value) and len(value) != n:
             raise ValueError(
                 f"{field.name} has {len(value)} numbers, but there are {n} clients; "
                 "give one number for each client, or one for all of them"

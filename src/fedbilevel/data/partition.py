@@ -33,6 +33,9 @@ Partition: TypeAlias = Callable[[Table, np.random.Generator], list[Rows]]
 class Iid:
     """Samples at random, as many for every client, up to one.
 
+    Args:
+        clients: how many.
+
     Example:
         >>> [len(rows) for rows in Iid(clients=3)({"labels": np.zeros(8)}, np.random.default_rng(0))]
         [3, 3, 2]
@@ -54,6 +57,10 @@ class Shards:
 
     With 60,000 samples, 100 clients and 2 shards each, a shard has 300 samples and most clients see two
     classes. What does not divide evenly makes some shards one sample longer.
+
+    Args:
+        clients: how many.
+        each: shards of a client.
 
     Reference: McMahan et al., Communication-efficient learning of deep networks from decentralized data,
     AISTATS 2017.
@@ -79,6 +86,10 @@ class ClassesPerClient:
 
     Classes are spread evenly: the numbers of clients that have them differ by at most one. A class with
     fewer samples than clients that should have it goes to as many of them as it has samples.
+
+    Args:
+        clients: how many.
+        each: classes of a client.
     """
 
     clients: int
@@ -145,7 +156,10 @@ class Dirichlet:
 class QuantitySkew:
     """Clients alike in their labels but not in size: their sizes are drawn from a Dirichlet distribution.
 
-    The arguments are those of `Dirichlet`.
+    Args:
+        clients: how many.
+        concentration: of the symmetric Dirichlet; towards infinity, all sizes are equal.
+        at_least: samples of every client, as for `Dirichlet`.
     """
 
     clients: int

@@ -1,0 +1,148 @@
+"""FedBiO: local steps on all variables at once, the adjoint among them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+
+from fedbilevel.adjoint.neumann import Neumann
+from fedbilevel.algorithm.base import Algorithm, Info, Rate, check_lengths, decides, rate
+from fedbilevel.fed.cohort import Cohort
+from fedbilevel.fed.federation import Federation
+from fedbilevel.fed.place import At, Kept
+from fedbilevel.local.field import Field, FieldSteps, GlobalField, LocalField, Values
+from fedbilevel.local.work import Amount, amount, check_amounts, check_count
+from fedbilevel.tree import PyTree, zeros_like
+
+Lower = Literal["global", "local"]
+
+
+class FieldState(NamedTuple):
+    """The variables that are averaged (x first), and those that every client keeps for itself."""
+
+    shared: Values
+    own: tuple[Kept, ...]
+
+
+class FedBiO(Algorithm[FieldState]):
+    """Federated bilevel optimisation with local steps; u tracks the adjoint `u* = H⁻¹∇_y f`.
+
+    A step is one round: every client makes I local steps, all directions at the old point,
+
+        y ← y − γ ∇_y g(x, y)
+        x ← x − η (∇_x f(x, y) − J(x, y) u)
+        u ← u − τ (H(x, y) u − ∇_y f(x, y))
+
+    each term on an independent batch, and the server averages (x, y, u). The fixed point is biased by
+    the clients' drift in proportion to the step sizes where clients differ and I > 1.
+
+    Args:
+        upper_lr: η, step size for x; a number or an optax schedule of the round.
+        lower_lr: γ, step size for y.
+        adjoint_lr: τ, step size for u.
+        sync_every: I, local steps between two averages; a number, or a tuple with one for each client.
+        cohort: clients in a round; None: all.
+        lower: "global": one y for everybody; "local": every client has its own y, the minimiser of its
+            own g_i, which never leaves it (`FedBiOLocal`).
+        terms: Q, where the lower level is local: `u = τ Σ_{q≤Q} (I − τH)^q ∇_y f`, Q products a step.
+
+    Cost a step and client: one exchange, `d_x + 2d_y` scalars each way; I calls each of f_x, f_y, g_y, g_xy,
+    g_yy. Local lower level: `d_x` scalars, and Q I calls of g_yy.
+
+    Reference: J. Li, F. Huang, H. Huang, Communication-efficient federated bilevel optimization with
+    global and local lower level problems, NeurIPS 2023, algorithms 1 and 3.
+    """
+
+    upper_lr: Rate = eqx.field(converter=rate)
+    lower_lr: Rate = eqx.field(converter=rate)
+    adjoint_lr: Rate = eqx.field(converter=rate)
+    sync_every: Amount = eqx.field(static=True, converter=amount, default=1)
+    cohort: int | None = eqx.field(static=True, default=None)
+    lower: Lower = eqx.field(static=True, default="global")
+    terms: int = eqx.field(static=True, default=5)
+
+    def __check_init__(self) -> None:
+        check_field_settings(self)
+
+    def init(self, fed: Federation, key: jax.Array) -> FieldState:
+        return first_variables(self, fed)
+
+    def step(self, fed: Federation, state: FieldState, key: jax.Array) -> tuple[FieldState, Info]:
+        k_cohort, k_steps = jr.split(key)
+        cohort = fed.cohort(k_cohort, self.cohort)
+        program = FieldSteps(field_of(self), rates_of(self), self.sync_every, len(state.shared))
+        label = "xyu" if self.lower == "global" else "x"
+        out = cohort.run(program, *placed(cohort, state, label), key=k_steps)
+        shared = cohort.mean(out[0], label)
+        return FieldState(shared, kept(cohort, state.own, out[1])), {}
+
+    def solution(self, state: FieldState) -> tuple[PyTree, PyTree]:
+        return state.shared[0], state.shared[1] if self.lower == "global" else state.own[0]
+
+
+@decides("lower")
+def FedBiOLocal(upper_lr: Rate, lower_lr: Rate, adjoint_lr: Rate, **options: Any) -> FedBiO:
+    """FedBiO where every client's lower level is its own: y_i never leaves client i, only x is averaged.
+
+    Its problem is `min_x mean f_i(x, y_i*(x))` with `y_i*(x) = argmin g_i(x, ·)`; `result.y` has one row a
+    client.
+
+    Cost a step and client: one exchange, `d_x` scalars each way; I calls each of f_x, f_y, g_y, g_xy, Q I of
+    g_yy.
+
+    Reference: FedBiO, algorithm 3.
+    """
+    return FedBiO(upper_lr, lower_lr, adjoint_lr, lower="local", **options)
+
+
+# ------------------------------------------- what FedBiO and FedBiOAcc share
+
+
+def field_of(method: Any) -> Field:
+    """The directions of a method; its adjoint is the truncated series with ℓ = 1/τ."""
+    if method.lower == "global":
+        return GlobalField()
+    return LocalField(Neumann(method.terms + 1, 1 / method.adjoint_lr))
+
+
+def rates_of(method: Any) -> tuple[Any, ...]:
+    """A step size for each variable."""
+    rates = (method.upper_lr, method.lower_lr)
+    return (*rates, method.adjoint_lr) if method.lower == "global" else rates
+
+
+def first_variables(method: Any, fed: Federation) -> FieldState:
+    """x and y where the problem starts, u at zero; the client's own y once for each client."""
+    check_lengths(method, fed.n)
+    x, y = fed.problem.constraint(fed.problem.x0), fed.problem.y0
+    if method.lower == "global":
+        return FieldState((x, y, zeros_like(y)), ())
+    return FieldState((x,), (fed.keep(copies(y, fed.n)),))
+
+
+def copies(tree: PyTree, n: int) -> PyTree:
+    """One row for each of n clients."""
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (n, *jnp.shape(leaf))), tree)
+
+
+def placed(cohort: Cohort, state: FieldState, label: str) -> list[At]:
+    """All variables at the clients of a cohort: the shared ones in one message, the own ones as kept."""
+    sent = cohort.send(state.shared, label)
+    return [*(sent[i] for i in range(len(state.shared))), *(cohort.take(value) for value in state.own)]
+
+
+def kept(cohort: Cohort, before: tuple[Kept, ...], now: At) -> tuple[Kept, ...]:
+    """What clients keep, with the new values of a cohort."""
+    return tuple(cohort.put(value, now[i]) for i, value in enumerate(before))
+
+
+def check_field_settings(method: Any) -> None:
+    """Raise an error that explains unless the settings that these methods share are right."""
+    check_amounts(method, "sync_every")
+    check_count("terms", method.terms)
+    if method.lower not in ("global", "local"):
+        raise ValueError(f'lower is {method.lower!r}; it must be "global" or "local"')

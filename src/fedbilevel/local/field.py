@@ -1,0 +1,93 @@
+"""Directions in which a client moves all of its variables at once.
+
+A field maps the variables `z` of a client to one direction for each. Where the lower level is global,
+z = (x, y, u) and u tracks the adjoint; where it is local, z = (x, y).
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import Any, TypeAlias
+
+import equinox as eqx
+import jax
+import jax.random as jr
+
+from fedbilevel.adjoint.base import Adjoint
+from fedbilevel.adjoint.hypergradient import own_hypergradient
+from fedbilevel.fed.loop import repeat
+from fedbilevel.fed.program import Program
+from fedbilevel.local.work import Amount, of_client
+from fedbilevel.problem.oracle import Client
+from fedbilevel.tree import PyTree, step, sub
+
+Values: TypeAlias = tuple[PyTree, ...]
+"""The variables of a client, x first; or a direction for each."""
+
+
+class Field(eqx.Module):
+    """The directions at z, on batches drawn from a key."""
+
+    @abc.abstractmethod
+    def __call__(self, me: Client, z: Values, key: jax.Array) -> Values:
+        """One direction for each variable."""
+
+
+class GlobalField(Field):
+    """`(∇_x f − J u, ∇_y g, H u − ∇_y f)` at `(x, y, u)`: every term on a batch of its own.
+
+    Cost: one call each of f_x, f_y, g_y, g_xy, g_yy. Reference: FedBiO, algorithm 1.
+    """
+
+    def __call__(self, me: Client, z: Values, key: jax.Array) -> Values:
+        x, y, u = z
+        k_y, k_f1, k_f2, k_g1, k_g2 = jr.split(key, 5)
+        h = sub(me.f_x(x, y, me.batch("upper", k_f1)), me.g_xy(x, y, u, me.batch("lower", k_g1)))
+        slope = me.g_y(x, y, me.batch("lower", k_y))
+        gap = sub(me.g_yy(x, y, u, me.batch("lower", k_g2)), me.f_y(x, y, me.batch("upper", k_f2)))
+        return h, slope, gap
+
+
+class LocalField(Field):
+    """`(∇_x f − J u, ∇_y g)` at `(x, y)`, u by the client's own adjoint.
+
+    Cost: f_x, f_y, g_y, g_xy and the products of the adjoint. Reference: FedBiO, algorithm 3.
+    """
+
+    adjoint: Adjoint
+
+    def __call__(self, me: Client, z: Values, key: jax.Array) -> Values:
+        x, y = z
+        k_lower, k_upper, k_products, k_series = jr.split(key, 4)
+        xi = me.batch("upper", k_upper)
+        h, _ = own_hypergradient(me, self.adjoint, x, y, xi, key=k_products, series_key=k_series)
+        return h, me.g_y(x, y, me.batch("lower", k_lower))
+
+
+def moved(me: Client, z: Values, rates: Values, directions: Values) -> Values:
+    """`z − rates ⊙ directions`, with x projected onto its set."""
+    x, *rest = (step(*each) for each in zip(z, rates, directions, strict=True))
+    return me.problem.constraint(x), *rest
+
+
+class FieldSteps(Program):
+    """I local steps `z ← z − rates ⊙ field(z)`: returns the variables to average, and the client's own.
+
+    Args:
+        field: the directions.
+        rates: a step size for each variable.
+        steps: I.
+        shared: how many variables, of the first ones, are averaged.
+    """
+
+    field: Field
+    rates: tuple[Any, ...]
+    steps: Amount = eqx.field(static=True)
+    shared: int = eqx.field(static=True)
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        def body(index: Any, z: Values) -> Values:
+            return moved(me, z, self.rates, self.field(me, z, jr.fold_in(me.key, index)))
+
+        z = repeat(of_client(self.steps, me.id), body, tuple(values))
+        return z[: self.shared], z[self.shared :]
