@@ -8,13 +8,20 @@ A run is one call:
 
 from fedbilevel import adjoint, algorithm, data, engine, fed, local, problem, tree
 from fedbilevel.algorithm import (
+    MRBO,
+    CommFedBiO,
     FedAvg,
     FedAvgS,
+    FedBiO,
+    FedBiOAcc,
+    FedBiOAccLocal,
+    FedBiOLocal,
     FedNest,
     FedNestSGD,
     LFedNest,
     LFedNestNonAlt,
     LFedNestSVRG,
+    StocBiO,
 )
 from fedbilevel.data import Clients
 from fedbilevel.engine import Process, Simulator, simulate
@@ -41,13 +48,19 @@ __version__ = "0.1.0"
 
 __all__ = [
     "MLP",
+    "MRBO",
     "Best",
     "Box",
     "Clients",
+    "CommFedBiO",
     "Composition",
     "Diagnosis",
     "FedAvg",
     "FedAvgS",
+    "FedBiO",
+    "FedBiOAcc",
+    "FedBiOAccLocal",
+    "FedBiOLocal",
     "FedNest",
     "FedNestSGD",
     "HyperRepresentation",
@@ -66,6 +79,7 @@ __all__ = [
     "Saddle",
     "Simplex",
     "Simulator",
+    "StocBiO",
     "adjoint",
     "algorithm",
     "compositional",

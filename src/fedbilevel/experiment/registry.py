@@ -35,6 +35,13 @@ ALGORITHMS: Mapping[str, Factory] = {
     "LFedNest": algorithm.LFedNest,
     "LFedNestSVRG": algorithm.LFedNestSVRG,
     "LFedNestNonAlt": algorithm.LFedNestNonAlt,
+    "FedBiO": algorithm.FedBiO,
+    "FedBiOLocal": algorithm.FedBiOLocal,
+    "FedBiOAcc": algorithm.FedBiOAcc,
+    "FedBiOAccLocal": algorithm.FedBiOAccLocal,
+    "StocBiO": algorithm.StocBiO,
+    "MRBO": algorithm.MRBO,
+    "CommFedBiO": algorithm.CommFedBiO,
     "FedAvg": algorithm.FedAvg,
     "FedAvgS": algorithm.FedAvgS,
 }

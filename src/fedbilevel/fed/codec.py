@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import abc
+import math
 from typing import Any
 
 import equinox as eqx
+import jax
+import jax.numpy as jnp
 
 from fedbilevel.fed.program import Program
-from fedbilevel.tree import PyTree
+from fedbilevel.tree import PyTree, add, sub
 
 
 class Codec(eqx.Module):
@@ -31,6 +34,71 @@ class Dense(Codec):
 
     def decode(self, message: PyTree) -> PyTree:
         return message
+
+
+class TopK(Codec):
+    """The k entries of largest magnitude, over all leaves, as values and 32-bit positions.
+
+    `decode` puts zeros elsewhere. Make one with `TopK.like(tree, k)`, since a message alone does not tell
+    the shape of what it stands for.
+
+    Attributes:
+        k: how many entries are sent.
+        shapes, structure: of the tree.
+
+    Example:
+        >>> codec = TopK.like({"a": jnp.zeros(3), "b": jnp.zeros(())}, k=2)
+        >>> sent = codec.encode({"a": jnp.array([1.0, -5.0, 2.0]), "b": jnp.array(3.0)})
+        >>> codec.decode(sent)["a"].tolist()
+        [0.0, -5.0, 0.0]
+    """
+
+    k: int = eqx.field(static=True)
+    shapes: tuple[tuple[int, ...], ...] = eqx.field(static=True)
+    structure: Any = eqx.field(static=True)
+
+    @classmethod
+    def like(cls, tree: PyTree, k: int | float) -> TopK:
+        """For trees of this form; `k` is a number of entries, or a share of all of them below 1."""
+        leaves, structure = jax.tree.flatten(tree)
+        shapes = tuple(jnp.shape(leaf) for leaf in leaves)
+        total = sum(math.prod(shape) for shape in shapes)
+        count = math.ceil(k * total) if isinstance(k, float) else k
+        if not 1 <= count <= total:
+            raise ValueError(
+                f"k is {k}; it must be between 1 and {total}, the number of entries, or a share in (0, 1)"
+            )
+        return cls(count, shapes, structure)
+
+    def encode(self, value: PyTree) -> PyTree:
+        flat = jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(value)])
+        _, places = jax.lax.top_k(jnp.abs(flat), self.k)
+        return flat[places], places.astype(jnp.int32)
+
+    def decode(self, message: PyTree) -> PyTree:
+        values, places = message
+        sizes = [math.prod(shape) for shape in self.shapes]
+        flat = jnp.zeros(sum(sizes), values.dtype).at[places].set(values)
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        cut = zip(self.shapes, sizes, starts, strict=True)
+        leaves = [flat[start : start + size].reshape(shape) for shape, size, start in cut]
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+class Feedback(Program):
+    """A message for `value + memory`, and what it leaves out, to be remembered for the next one.
+
+    So nothing is lost: the sum of all that was sent, and the memory, is the sum of all values.
+
+    Reference: S. U. Stich, J.-B. Cordonnier, M. Jaggi, Sparsified SGD with memory, NeurIPS 2018.
+    """
+
+    codec: Codec
+
+    def __call__(self, me: Any, *values: Any) -> PyTree:
+        total = add(*values)
+        message = self.codec.encode(total)
+        return message, sub(total, self.codec.decode(message))
 
 
 class Encode(Program):

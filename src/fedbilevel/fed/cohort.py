@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbilevel.fed.codec import Codec, Encode
+from fedbilevel.fed.codec import Codec, Encode, Feedback
 from fedbilevel.fed.ledger import ROUND, Entry, count
 from fedbilevel.fed.links import Links, edges
 from fedbilevel.fed.place import At, Kept, PlacementError, Published
@@ -100,7 +100,19 @@ class Cohort(abc.ABC):
             weight: `(size,)` weights instead of the federation's own.
             codec: how clients write it for the wire.
         """
-        rows, answered = self._received(value, label, codec)
+        return self._averaged(*self._received(value, label, codec), weight)
+
+    def mean_with_feedback(self, value: At, memory: Kept, label: str, codec: Codec) -> tuple[PyTree, Kept]:
+        """The average of what a lossy codec makes of `value + memory`, and the memory of what it left out.
+
+        Books a message up each, one round. A client that does not answer keeps its memory.
+        """
+        self._check_mine(value)
+        out = self._run(Feedback(codec), (value, self.take(memory)), jax.random.key(0), fails=False)
+        rows, answered = self._received(out[0], label, None)
+        return self._averaged(jax.vmap(codec.decode)(rows), answered, None), self.put(memory, out[1])
+
+    def _averaged(self, rows: PyTree, answered: jax.Array, weight: Any) -> PyTree:
         given = self.weights if weight is None else weight
         weights = answered if given is None else jnp.asarray(given) * answered
         return jax.tree.map(lambda leaf: _average(leaf, weights), rows)
