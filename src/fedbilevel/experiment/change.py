@@ -20,6 +20,10 @@ def merged(base: Table, change: Mapping[str, Any]) -> Table:
     new = copy.deepcopy(base)
     for key, value in change.items():
         old = new.get(key)
+        if isinstance(old, str) and isinstance(value, Mapping):  # a name is short for a table with that kind
+            old = {"kind": old}
+        elif isinstance(old, dict) and "kind" in old and isinstance(value, str):
+            value = {"kind": value}
         if isinstance(value, Mapping) and isinstance(old, dict):
             new[key] = merged(_adapted(old, value.get("kind")), value)
         else:

@@ -37,6 +37,9 @@ from fedbilevel.portable import PortableError
 log = logging.getLogger("fedbilevel")
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)-([0-9a-f]{16})\.npz")
+_DRAFT = re.compile(
+    r"\.\.?(checkpoint\.npz|result\.npz|config\.toml|(manifest|history|clients)\.jsonl?)(\.\d+)?"
+)
 _PACKAGES = ("fedbilevel", "jax", "jaxlib", "numpy", "equinox", "optax")
 
 
@@ -77,7 +80,8 @@ class Directory:
     def begin(self, plan: Plan, *, again: bool = False) -> Result | None:
         """Make the folder ready, and return what an earlier run of the same plan has reached there."""
         earlier = self.manifest()
-        fruitless = not any(self._checkpoints())  # a run that broke off at once is not worth an error
+        # A run that broke off at once is not worth an error.
+        fruitless = not any(self._checkpoints()) and not (self.path / "result.npz").exists()
         if earlier and not again and not fruitless and earlier.get("config_hash") != plan.hash:
             raise RunError(
                 f"{self.path} holds a run with other settings. Choose another folder with --out, or "
@@ -132,7 +136,8 @@ class Directory:
     def _tidy(self, start: Result | None) -> None:
         """Remove what a killed run left half done."""
         for draft in self.path.glob(".*"):
-            draft.unlink()
+            if _DRAFT.fullmatch(draft.name):
+                draft.unlink()
         if start is not None:
             self._prune(start)
 
@@ -163,9 +168,12 @@ class Directory:
         if not file.exists():
             return {}
         try:
-            return dict(json.loads(file.read_text()))
+            facts = json.loads(file.read_text())
         except ValueError as error:
             raise RunError(f"{file} cannot be read: {error}") from None
+        if not isinstance(facts, dict):
+            raise RunError(f"{file} holds no JSON object: it is no manifest of a run")
+        return facts
 
     # ----------------------------------------------------------- checkpoints
 
@@ -201,7 +209,9 @@ class Directory:
                 return load(file)
             except (OSError, PortableError) as error:
                 log.warning("%s is damaged and not used (%s); going on from the one before", file, error)
-        return None
+        end = self.path / "result.npz"
+        result = load(end) if end.exists() and self._is_sound(end) else None
+        return None if result is None or result.diverged else result
 
     # ----------------------------------------------------------------- files
 

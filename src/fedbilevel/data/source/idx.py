@@ -36,7 +36,7 @@ def read_idx(path: pathlib.Path) -> npt.NDArray[Any]:
     return np.frombuffer(raw, dtype, offset=start).reshape(shape)
 
 
-def as_images(raw: npt.NDArray[Any], top: float = 255) -> npt.NDArray[np.float32]:
+def as_images(raw: npt.NDArray[Any], top: int | float = 255) -> npt.NDArray[np.float32]:
     """Values 0..top as float32 in [0, 1]; grey images `(samples, height, width)` get a channel axis."""
     scaled = np.divide(raw, np.float32(top), dtype=np.float32)
     return scaled if raw.ndim == 4 else scaled[..., None]
