@@ -14,15 +14,16 @@ from fedbilevel.algorithm.base import Algorithm, Info, Rate, check_lengths, deci
 from fedbilevel.fed.cohort import Cohort
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.place import At, Kept
-from fedbilevel.local.field import Field, FieldSteps, GlobalField, LocalField, Values
+from fedbilevel.local.field import Field, FieldSteps, GlobalField, LocalField, Ownership, Values
 from fedbilevel.local.work import Amount, amount, check_amounts, check_count
 from fedbilevel.tree import PyTree, zeros_like
 
 Lower = Literal["global", "local"]
+Upper = Literal["shared", "own"]
 
 
 class FieldState(NamedTuple):
-    """The variables that are averaged (x first), and those that every client keeps for itself."""
+    """The variables that are averaged, and those that every client keeps for itself, each in their order."""
 
     shared: Values
     own: tuple[Kept, ...]
@@ -49,9 +50,11 @@ class FedBiO(Algorithm[FieldState]):
         lower: "global": one y for everybody; "local": every client has its own y, the minimiser of its
             own g_i, which never leaves it (`FedBiOLocal`).
         terms: Q, where the lower level is local: `u = τ Σ_{q≤Q} (I − τH)^q ∇_y f`, Q products a step.
+        upper: "shared": one x for everybody; "own": client i has a block x_i of x that only its f_i and g_i
+            see, and that never leaves it; its step size is η/M, since f is the mean over M clients.
 
     Cost a step and client: one exchange, `d_x + 2d_y` scalars each way; I calls each of f_x, f_y, g_y, g_xy,
-    g_yy. Local lower level: `d_x` scalars, and Q I calls of g_yy.
+    g_yy. Local lower level: `d_x` scalars, and Q I calls of g_yy. Own upper variables: no `d_x`.
 
     Reference: J. Li, F. Huang, H. Huang, Communication-efficient federated bilevel optimization with
     global and local lower level problems, NeurIPS 2023, algorithms 1 and 3.
@@ -64,6 +67,7 @@ class FedBiO(Algorithm[FieldState]):
     cohort: int | None = eqx.field(static=True, default=None)
     lower: Lower = eqx.field(static=True, default="global")
     terms: int = eqx.field(static=True, default=5)
+    upper: Upper = eqx.field(static=True, default="shared")
 
     def __check_init__(self) -> None:
         check_field_settings(self)
@@ -74,14 +78,14 @@ class FedBiO(Algorithm[FieldState]):
     def step(self, fed: Federation, state: FieldState, key: jax.Array) -> tuple[FieldState, Info]:
         k_cohort, k_steps = jr.split(key)
         cohort = fed.cohort(k_cohort, self.cohort)
-        program = FieldSteps(field_of(self), rates_of(self), self.sync_every, len(state.shared))
-        label = "xyu" if self.lower == "global" else "x"
-        out = cohort.run(program, *placed(cohort, state, label), key=k_steps)
-        shared = cohort.mean(out[0], label)
-        return FieldState(shared, kept(cohort, state.own, out[1])), {}
+        whose = ownership(self)
+        program = FieldSteps(field_of(self), rates_of(self, fed.n), self.sync_every, whose)
+        out = cohort.run(program, *placed(cohort, whose, state, "z"), key=k_steps)
+        return FieldState(cohort.mean(out[0], "z"), kept(cohort, state.own, out[1])), {}
 
     def solution(self, state: FieldState) -> tuple[PyTree, PyTree]:
-        return state.shared[0], state.shared[1] if self.lower == "global" else state.own[0]
+        x, y, *_ = ownership(self).joined(*state)
+        return x, y
 
 
 @decides("lower")
@@ -109,19 +113,25 @@ def field_of(method: Any) -> Field:
     return LocalField(Neumann(method.terms + 1, 1 / method.adjoint_lr))
 
 
-def rates_of(method: Any) -> tuple[Any, ...]:
-    """A step size for each variable."""
-    rates = (method.upper_lr, method.lower_lr)
+def ownership(method: Any) -> Ownership:
+    """Which of (x, y, u), or of (x, y) where the lower level is local, are averaged."""
+    x = method.upper == "shared"
+    return Ownership((x, True, True) if method.lower == "global" else (x, False))
+
+
+def rates_of(method: Any, n: int) -> tuple[Any, ...]:
+    """A step size for each variable, among n clients."""
+    upper = method.upper_lr if method.upper == "shared" else method.upper_lr / n
+    rates = (upper, method.lower_lr)
     return (*rates, method.adjoint_lr) if method.lower == "global" else rates
 
 
 def first_variables(method: Any, fed: Federation) -> FieldState:
-    """x and y where the problem starts, u at zero; the client's own y once for each client."""
+    """x and y where the problem starts, u at zero; of the clients' own variables one copy each."""
     check_lengths(method, fed.n)
     x, y = fed.problem.constraint(fed.problem.x0), fed.problem.y0
-    if method.lower == "global":
-        return FieldState((x, y, zeros_like(y)), ())
-    return FieldState((x,), (fed.keep(copies(y, fed.n)),))
+    shared, own = ownership(method).parted((x, y, zeros_like(y)) if method.lower == "global" else (x, y))
+    return FieldState(shared, tuple(fed.keep(copies(value, fed.n)) for value in own))
 
 
 def copies(tree: PyTree, n: int) -> PyTree:
@@ -129,10 +139,11 @@ def copies(tree: PyTree, n: int) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (n, *jnp.shape(leaf))), tree)
 
 
-def placed(cohort: Cohort, state: FieldState, label: str) -> list[At]:
+def placed(cohort: Cohort, whose: Ownership, state: FieldState, label: str) -> tuple[At, ...]:
     """All variables at the clients of a cohort: the shared ones in one message, the own ones as kept."""
     sent = cohort.send(state.shared, label)
-    return [*(sent[i] for i in range(len(state.shared))), *(cohort.take(value) for value in state.own)]
+    shared = [sent[i] for i in range(len(state.shared))]
+    return whose.joined(shared, [cohort.take(value) for value in state.own])
 
 
 def kept(cohort: Cohort, before: tuple[Kept, ...], now: At) -> tuple[Kept, ...]:
@@ -146,3 +157,8 @@ def check_field_settings(method: Any) -> None:
     check_count("terms", method.terms)
     if method.lower not in ("global", "local"):
         raise ValueError(f'lower is {method.lower!r}; it must be "global" or "local"')
+    if method.upper not in ("shared", "own") or (method.upper, method.lower) == ("own", "local"):
+        raise ValueError(
+            f'upper is {method.upper!r} and lower {method.lower!r}; upper must be "shared" or "own", and one '
+            "of the levels must be shared, or the clients have nothing in common"
+        )

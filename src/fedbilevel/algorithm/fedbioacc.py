@@ -14,11 +14,13 @@ from fedbilevel.algorithm.base import Algorithm, Info, Rate, decides, rate
 from fedbilevel.algorithm.fedbio import (
     FieldState,
     Lower,
+    Upper,
     check_field_settings,
     copies,
     field_of,
     first_variables,
     kept,
+    ownership,
     placed,
     rates_of,
 )
@@ -66,8 +68,7 @@ class FedBiOAcc(Algorithm[StormState]):
         c_upper, c_lower, c_adjoint: c of ν, ω, q. `c α²` should lie in (0, 1]; 1 is no memory.
         first_batch: samples of the first momenta; None: all of a client's.
         cohort: clients in a round; None: all.
-        lower: "global" or "local", as in `FedBiO`.
-        terms: Q, where the lower level is local.
+        lower, terms, upper: as in `FedBiO`.
 
     Cost a step and client: two exchanges (variables, then momenta) of `d_x + 2d_y` scalars each way; 2I calls
     each of f_x, f_y, g_y, g_xy, g_yy. Local lower level: two exchanges of `d_x`. Sampled cohorts download the
@@ -90,6 +91,7 @@ class FedBiOAcc(Algorithm[StormState]):
     cohort: int | None = eqx.field(static=True, default=None)
     lower: Lower = eqx.field(static=True, default="global")
     terms: int = eqx.field(static=True, default=5)
+    upper: Upper = eqx.field(static=True, default="shared")
 
     def __check_init__(self) -> None:
         check_field_settings(self)
@@ -133,11 +135,11 @@ class FedBiOAcc(Algorithm[StormState]):
     def init(self, fed: Federation, key: jax.Array) -> StormState:
         variables = first_variables(self, fed)
         everyone, shared = fed.everyone, variables.shared
-        program = FirstMomenta(field_of(self), self.first_batch, len(shared))
-        first = everyone.run(program, *placed(everyone, variables, self._label("z")), key=key)
+        program = FirstMomenta(field_of(self), self.first_batch, ownership(self))
+        first = everyone.run(program, *placed(everyone, ownership(self), variables, "z"), key=key)
         own, time = kept(everyone, variables.own, first[1]), jnp.ones((), int)
         if self.cohort is not None:
-            mean = everyone.mean(first[0], self._label("m"))
+            mean = everyone.mean(first[0], "m")
             return StormState(variables, FieldState(mean, own), (), time)
         held = fed.keep(copies(shared, fed.n))
         return StormState(variables, FieldState((), own), (held, everyone.put(held, first[0])), time)
@@ -145,16 +147,16 @@ class FedBiOAcc(Algorithm[StormState]):
     def step(self, fed: Federation, state: StormState, key: jax.Array) -> tuple[StormState, Info]:
         k_cohort, k_steps, k_momenta = jr.split(key, 3)
         cohort = fed.cohort(k_cohort, self.cohort)
-        settings = (state.time, self.sync_every, len(state.variables.shared))
+        settings = (state.time, self.sync_every, ownership(self))
         steps, momenta = (
-            StormSteps(self._storm(), rates_of(self), *settings),
+            StormSteps(self._storm(), rates_of(self, fed.n), *settings),
             StormMomenta(self._storm(), *settings),
         )
         out = cohort.run(steps, *self._start(cohort, state), key=k_steps)
-        z = cohort.mean(out[0], self._label("z"))
-        z_there = cohort.send(z, self._label("z"))
+        z = cohort.mean(out[0], "z")
+        z_there = cohort.send(z, "z")
         after = cohort.run(momenta, z_there, out[1], key=k_momenta)
-        m = cohort.mean(after[0], self._label("m"))
+        m = cohort.mean(after[0], "m")
         return StormState(
             FieldState(z, kept(cohort, state.variables.own, after[2])),
             FieldState(() if state.held else m, kept(cohort, state.momenta.own, after[1])),
@@ -164,33 +166,30 @@ class FedBiOAcc(Algorithm[StormState]):
 
     def _start(self, cohort: Cohort, state: StormState) -> list[At]:
         """Variables and momenta at the clients: as they hold them, or sent to those of a sampled cohort."""
+        whose = ownership(self)
         if not state.held:
             both = (state.variables, "z"), (state.momenta, "m")
-            return [at for part, what in both for at in placed(cohort, part, self._label(what))]
-        parts = zip(state.held, (state.variables.own, state.momenta.own), strict=True)
-        shared = range(len(state.variables.shared))
-        return [
-            at
-            for held, own in parts
-            for at in (*(cohort.take(held)[i] for i in shared), *(cohort.take(value) for value in own))
-        ]
+            return [at for part, label in both for at in placed(cohort, whose, part, label)]
+        values: list[At] = []
+        for held, own in zip(state.held, (state.variables.own, state.momenta.own), strict=True):
+            there = cohort.take(held)
+            shared = [there[i] for i in range(len(state.variables.shared))]
+            values += whose.joined(shared, [cohort.take(value) for value in own])
+        return values
 
     def _hold(self, cohort: Cohort, held: tuple[Kept, ...], z: At, m: PyTree) -> tuple[Kept, ...]:
         """What all clients hold after a round: the averaged variables, and the averaged momenta."""
         if not held:
             return ()
-        return cohort.put(held[0], z), cohort.put(held[1], cohort.send(m, self._label("m")))
+        return cohort.put(held[0], z), cohort.put(held[1], cohort.send(m, "m"))
 
     def _storm(self) -> Storm:
         decay = (self.c_upper, self.c_lower, self.c_adjoint)
-        return Storm(field_of(self), decay[: len(rates_of(self))], self.delta, self.t0)
-
-    def _label(self, what: str) -> str:
-        return what if self.lower == "global" else f"{what}_x"
+        return Storm(field_of(self), decay if self.lower == "global" else decay[:2], self.delta, self.t0)
 
     def solution(self, state: StormState) -> tuple[PyTree, PyTree]:
-        variables = state.variables
-        return variables.shared[0], variables.shared[1] if self.lower == "global" else variables.own[0]
+        x, y, *_ = ownership(self).joined(*state.variables)
+        return x, y
 
 
 @decides("lower")

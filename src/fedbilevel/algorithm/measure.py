@@ -15,6 +15,7 @@ from fedbilevel.algorithm.exchange import Point
 from fedbilevel.algorithm.probe import HypergradientProbe, SquaredDistance
 from fedbilevel.data.batches import weighted
 from fedbilevel.fed.federation import Federation
+from fedbilevel.fed.place import Kept
 from fedbilevel.fed.program import Program
 from fedbilevel.local.gradients import Curvature, LowerGradient
 from fedbilevel.problem.base import Structure
@@ -80,10 +81,13 @@ class OwnMetrics(Program):
 
 
 class ClientProbe(TwoVariables):
-    """Every client's own metrics, one row a client, and who `answered`."""
+    """Every client's own metrics, one row a client, and who `answered`.
+
+    Variables that clients keep for themselves are evaluated as they are: each client's own.
+    """
 
     def step(self, fed: Federation, state: Variables, key: jax.Array) -> tuple[Variables, Info]:
         everyone = fed.everyone
-        there = everyone.send(state.x, "x"), everyone.send(state.y, "y")
+        there = [everyone.take(v) if isinstance(v, Kept) else everyone.send(v, "xy") for v in state]
         metrics, answered = everyone.gather(everyone.run(OwnMetrics(), *there, key=key), "metrics")
         return state, metrics | {"answered": answered}

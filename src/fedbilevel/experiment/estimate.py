@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from fedbilevel.algorithm.base import Variables
 from fedbilevel.experiment.build import build
 from fedbilevel.experiment.config import Plan
 from fedbilevel.experiment.evaluate import Evaluator
@@ -83,7 +84,9 @@ def estimate(plan: Plan) -> Estimate:
             preparation = time.perf_counter() - began
             step = _seconds(advance)
             run.take(block)
-            evaluation = _seconds(lambda: evaluate(session, *run.solution(), run.key)[0])
+            evaluation = _seconds(
+                lambda: evaluate(session, Variables(*algorithm.solution(run.state)), run.key)[0]
+            )
     spent = Ledger.from_counts(block.counts)
     return Estimate(
         *(preparation, step, evaluation, spent, cost, run.diverged),

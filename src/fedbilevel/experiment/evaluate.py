@@ -17,6 +17,7 @@ from fedbilevel.algorithm.measure import MEASURES, ClientProbe, PointProbe
 from fedbilevel.engine.base import Session, Stepper
 from fedbilevel.experiment.best import Row, higher_is_better
 from fedbilevel.fed.ledger import Ledger
+from fedbilevel.fed.place import Kept, map_kept
 from fedbilevel.problem.base import Problem
 from fedbilevel.tree import PyTree
 
@@ -43,16 +44,19 @@ class Evaluator:
         """What a session must be able to ask."""
         return [*self._point, *self._clients]
 
-    def __call__(self, session: Session, x: PyTree, y: PyTree, key: jax.Array) -> tuple[Row, ClientValues]:
-        """The metrics at `(x, y)`, and the clients' own values of `client_metrics`."""
+    def __call__(self, session: Session, point: Variables, key: jax.Array) -> tuple[Row, ClientValues]:
+        """The metrics at `(x, y)`, and the clients' own values of `client_metrics`.
+
+        What clients keep is one row a client for the metrics of the server.
+        """
+        x, y = map_kept(session.federation.stacked, point)
         row = {name: float(value) for name, value in _metrics(self.problem, x, y).items()}
         for probe in self._point:
-            row |= {name: float(value) for name, value in session.ask(probe, Variables(x, y), key).items()}
+            _check_shared(point)
+            row |= {name: float(value) for name, value in session.ask(probe, point, key).items()}
         values: ClientValues = {}
         for probe in self._clients:
-            answers = {
-                name: np.asarray(value) for name, value in session.ask(probe, Variables(x, y), key).items()
-            }
+            answers = {name: np.asarray(value) for name, value in session.ask(probe, point, key).items()}
             answered = answers.pop("answered")
             row |= summary({name: value[answered] for name, value in answers.items()})
             values = {name: np.where(answered, value, np.nan) for name, value in answers.items()}
@@ -87,6 +91,14 @@ def _metrics(problem: Problem, x: PyTree, y: PyTree) -> dict[str, jax.Array]:
                 f"with {type(error).__name__}: {error}"
             ) from error
     return values
+
+
+def _check_shared(point: Variables) -> None:
+    if any(isinstance(value, Kept) for value in point):
+        raise ValueError(
+            "`measure` is for problems whose x and y are shared by all clients; here clients have their own. "
+            "Use `client_metrics`, which see every client's own."
+        )
 
 
 def _check_names(problem: Problem, measure: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.random as jr
 import numpy as np
 
-from fedbilevel.algorithm.base import Algorithm
+from fedbilevel.algorithm.base import Algorithm, Variables
 from fedbilevel.engine.base import Block, Session
 from fedbilevel.experiment.best import Best, BestPoint, Row
 from fedbilevel.experiment.evaluate import ClientValues, Evaluator
@@ -109,7 +109,8 @@ class Run:
 
     def _evaluate(self, info: Row) -> None:
         x, y = self.solution()
-        metrics, clients = self.evaluate(self.session, x, y, self.begin_key)
+        point = Variables(*self.algorithm.solution(self.state))
+        metrics, clients = self.evaluate(self.session, point, self.begin_key)
         if both := sorted(info.keys() & metrics):
             raise ValueError(f"the method reports {both} itself; leave them out of `measure` and metrics")
         self.rows.append({"step": self.step} | metrics | info | self.ledger.columns())

@@ -7,6 +7,7 @@ z = (x, y, u) and u tracks the adjoint; where it is local, z = (x, y).
 from __future__ import annotations
 
 import abc
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import equinox as eqx
@@ -70,6 +71,26 @@ def moved(me: Client, z: Values, rates: Values, directions: Values) -> Values:
     return me.problem.constraint(x), *rest
 
 
+class Ownership(eqx.Module):
+    """Which variables are averaged, and which every client has for itself.
+
+    Attributes:
+        shared: for each variable, whether it is averaged.
+    """
+
+    shared: tuple[bool, ...] = eqx.field(static=True)
+
+    def parted(self, z: Values) -> tuple[Values, Values]:
+        """The averaged variables, and the own ones."""
+        pairs = list(zip(z, self.shared, strict=True))
+        return tuple(v for v, shared in pairs if shared), tuple(v for v, shared in pairs if not shared)
+
+    def joined(self, shared: Iterable[Any], own: Iterable[Any]) -> tuple[Any, ...]:
+        """All variables again, in their order."""
+        parts = {True: iter(shared), False: iter(own)}
+        return tuple(next(parts[is_shared]) for is_shared in self.shared)
+
+
 class FieldSteps(Program):
     """I local steps `z ← z − rates ⊙ field(z)`: returns the variables to average, and the client's own.
 
@@ -77,17 +98,16 @@ class FieldSteps(Program):
         field: the directions.
         rates: a step size for each variable.
         steps: I.
-        shared: how many variables, of the first ones, are averaged.
+        whose: which variables are averaged.
     """
 
     field: Field
     rates: tuple[Any, ...]
     steps: Amount = eqx.field(static=True)
-    shared: int = eqx.field(static=True)
+    whose: Ownership
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
         def body(index: Any, z: Values) -> Values:
             return moved(me, z, self.rates, self.field(me, z, jr.fold_in(me.key, index)))
 
-        z = repeat(of_client(self.steps, me.id), body, tuple(values))
-        return z[: self.shared], z[self.shared :]
+        return self.whose.parted(repeat(of_client(self.steps, me.id), body, tuple(values)))

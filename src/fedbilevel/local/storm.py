@@ -10,7 +10,7 @@ import jax.random as jr
 
 from fedbilevel.fed.loop import repeat
 from fedbilevel.fed.program import Program
-from fedbilevel.local.field import Field, Values, moved
+from fedbilevel.local.field import Field, Ownership, Values, moved
 from fedbilevel.local.work import Amount, of_client
 from fedbilevel.problem.oracle import Client
 from fedbilevel.tree import PyTree, add, scale, sub
@@ -64,7 +64,7 @@ class StormSteps(Program):
         rates: a step size for each variable.
         time: the number of the first step.
         steps: I.
-        shared: how many variables, of the first ones, are averaged.
+        whose: which variables are averaged.
 
     Reference: FedBiOAcc, algorithms 2 and 4.
     """
@@ -73,7 +73,7 @@ class StormSteps(Program):
     rates: tuple[Any, ...]
     time: Any
     steps: Amount = eqx.field(static=True)
-    shared: int = eqx.field(static=True)
+    whose: Ownership
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
         count = len(self.rates)
@@ -86,7 +86,7 @@ class StormSteps(Program):
             )
 
         trail = repeat(of_client(self.steps, me.id) - 1, body, first)
-        return trail.z[: self.shared], tuple(trail)
+        return self.whose.parted(trail.z)[0], tuple(trail)
 
     def _advance(self, me: Client, z: Values, momenta: Values, time: Any) -> Trail:
         rates = tuple(rate * self.storm.alpha(time) for rate in self.rates)
@@ -103,14 +103,14 @@ class StormMomenta(Program):
     storm: Storm
     time: Any
     steps: Amount = eqx.field(static=True)
-    shared: int = eqx.field(static=True)
+    whose: Ownership
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
         averaged, trail = values[0], Trail(*values[1])
-        own = trail.z[self.shared :]
+        _, own = self.whose.parted(trail.z)
         last = self.time + of_client(self.steps, me.id) - 1
-        momenta = self.storm(me, trail._replace(z=(*averaged, *own)), last, me.key)
-        return momenta[: self.shared], momenta[self.shared :], own
+        momenta = self.storm(me, trail._replace(z=self.whose.joined(averaged, own)), last, me.key)
+        return *self.whose.parted(momenta), own
 
 
 class FirstMomenta(Program):
@@ -118,8 +118,7 @@ class FirstMomenta(Program):
 
     field: Field
     size: int | None = eqx.field(static=True)
-    shared: int = eqx.field(static=True)
+    whose: Ownership
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
-        momenta = self.field(me.with_batches_of(self.size), tuple(values), me.key)
-        return momenta[: self.shared], momenta[self.shared :]
+        return self.whose.parted(self.field(me.with_batches_of(self.size), tuple(values), me.key))
