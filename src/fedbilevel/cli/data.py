@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 from typing import Annotated
 
@@ -11,7 +12,7 @@ from rich.table import Table
 from fedbilevel.cli.say import remark, show
 from fedbilevel.data.describe import describe
 from fedbilevel.data.source import SOURCES, get
-from fedbilevel.experiment.build import data_of
+from fedbilevel.experiment.build import data_of, data_table
 from fedbilevel.experiment.change import merged, parsed, tree_of
 from fedbilevel.experiment.config import plans
 from fedbilevel.experiment.registry import ConfigError
@@ -82,5 +83,6 @@ def _tables(
     for plan in plans(source, preset=preset, changes=dotted):
         if "data" not in plan.config:
             raise ConfigError(f"{source} has no [data]: its problem makes its own")
-        found.setdefault(str(plan.config["data"]), (plan.variant or source, plan.config["data"]))
+        table = data_table(plan)
+        found.setdefault(json.dumps(table | {"seed": 0}), (plan.variant or source, table))
     return list(found.values())

@@ -61,6 +61,12 @@ def build(plan: Plan) -> Built:
     return Built(problem, clients, algorithm, engine, best)
 
 
+def data_table(plan: Plan) -> Table:
+    """The `[data]` of a plan; `seed = "run"` there is the seed of the run."""
+    table = plan.config.get("data", {})
+    return table | {"seed": plan.seed} if table.get("seed") == "run" else table
+
+
 def data_of(table: Table) -> tuple[Dataset, Clients]:
     """The data set that a `[data]` table names, and the clients it makes of it."""
     return _data(json.dumps(table, sort_keys=True), _precision())
@@ -91,7 +97,7 @@ def _data(text: str, precision: str) -> tuple[Dataset, Clients]:
 
 def _problem_and_clients(plan: Plan) -> tuple[Problem, Clients]:
     """A problem on given data, or one that brings its own: it has `problem()` and `clients()`."""
-    table, data, seed = plan.config["problem"], plan.config.get("data", {}), plan.seed
+    table, data, seed = plan.config["problem"], data_table(plan), plan.seed
     known = set(parameters(find(table["kind"], PROBLEMS, "problem")))
     if "key" in known and "name" in data:
         raise ConfigError(

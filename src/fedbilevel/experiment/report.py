@@ -24,6 +24,7 @@ from rich.text import Text
 from fedbilevel.experiment.best import higher_is_better
 from fedbilevel.experiment.recorded import (
     COSTS,
+    Numbers,
     RecordedRun,
     RunError,
     at,
@@ -63,12 +64,14 @@ class Line:
         seeds: how many of its runs count.
         diverged: how many more diverged; these do not count.
         scores: the metric at equal "rounds", "bytes" and "calls", and at the "end" of each run.
+        wobble: the standard deviation of the metric over the last quarter of a run's evaluations.
     """
 
     variant: str
     seeds: int
     diverged: int
     scores: Mapping[str, Score]
+    wobble: Score
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +101,7 @@ class Comparison:
         best = {place: self._best(place) for place in (*COSTS, "end")}
         for line in self.lines:
             stars = {place: "* " if line.variant == best[place] else "" for place in best}
-            cells = [f"{stars[place]}{line.scores[place]}" for place in best]
+            cells = [*(f"{stars[place]}{line.scores[place]}" for place in best), f"{line.wobble.mean:.2g}"]
             table.add_row(Text(line.variant), str(line.seeds), str(line.diverged), *cells)
         return table
 
@@ -108,7 +111,8 @@ class Comparison:
 
     def _columns(self) -> tuple[str, ...]:
         rounds, megabytes, calls = self.equal["rounds"], self.equal["bytes"] / 1e6, self.equal["calls"]
-        return f"at {rounds:,.0f} rounds", f"at {megabytes:,.4g} MB", f"at {calls:,.0f} calls", "at the end"
+        costs = f"at {rounds:,.0f} rounds", f"at {megabytes:,.4g} MB", f"at {calls:,.0f} calls"
+        return *costs, "at the end", "wobble"
 
     def _best(self, place: str) -> str | None:
         """The variant with the best mean; none if no mean is finite, or there is nothing to compare."""
@@ -173,7 +177,13 @@ def _line(variant: str, runs: Sequence[RecordedRun], metric: str, equal: Mapping
     values = {cost: [float(at(curve(run, metric, cost), equal[cost])) for run in kept] for cost in COSTS}
     values["end"] = [float(curve(run, metric, "rounds")[1][-1]) for run in kept]
     scores = {place: Score.of(numbers) for place, numbers in values.items()}
-    return Line(variant, len(kept), sum(run.diverged for run in runs), scores)
+    wobble = Score.of([_wobble(curve(run, metric, "rounds")[1]) for run in kept])
+    return Line(variant, len(kept), sum(run.diverged for run in runs), scores, wobble)
+
+
+def _wobble(values: Numbers) -> float:
+    """How much the last quarter of the evaluations varies."""
+    return float(np.std(values[-max(2, len(values) // 4) :]))
 
 
 def _notes(variant: str, runs: Sequence[RecordedRun], metric: str) -> list[str]:
