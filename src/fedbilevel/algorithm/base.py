@@ -39,7 +39,8 @@ Rate: TypeAlias = float | jax.Array | Schedule | Callable[[Any], Any]
 
 def rate(value: Any) -> Any:
     """A step size as a leaf of the algorithm's tree: schedules are wrapped, numbers stay."""
-    if isinstance(value, str) or (isinstance(value, int | float) and not value >= 0):
+    number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+    if not (number or callable(value) or hasattr(value, "shape")):
         raise ValueError(f"a step size is {value!r}; it must be a number of at least 0, or an optax schedule")
     return Schedule(value) if callable(value) and not isinstance(value, Schedule | jax.Array) else value
 
