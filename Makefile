@@ -24,7 +24,7 @@ demo: $(READY)  ## tune the loss of a long-tailed federated classifier, in about
 	$(BIN)/fedbilevel demo
 
 papers: $(READY)  ## the papers' experiments in small, three seeds each: tables and figures in runs/
-	for file in papers/*/*.toml; do $(BIN)/fedbilevel run $$file --preset small --quiet || exit 1; done
+	for file in papers/*/*.toml; do $(BIN)/fedbilevel run $$file --preset small --quiet || test $$? = 1 || exit; done
 
 test: lint types unit  ## style, types and all tests
 
