@@ -9,6 +9,7 @@ A run is one call:
 from fedbilevel import adjoint, algorithm, data, engine, fed, local, problem, tree
 from fedbilevel.algorithm import (
     MRBO,
+    QFFL,
     CommFedBiO,
     FedAvg,
     FedAvgS,
@@ -29,8 +30,11 @@ from fedbilevel.experiment import Best, Diagnosis, Job, Result, diagnose, load, 
 from fedbilevel.fed import Ledger
 from fedbilevel.problem import (
     MLP,
+    AgnosticClients,
     Box,
     Composition,
+    DataCleaning,
+    FairClients,
     HyperRepresentation,
     Linear,
     LossTuning,
@@ -49,12 +53,16 @@ __version__ = "0.1.0"
 __all__ = [
     "MLP",
     "MRBO",
+    "QFFL",
+    "AgnosticClients",
     "Best",
     "Box",
     "Clients",
     "CommFedBiO",
     "Composition",
+    "DataCleaning",
     "Diagnosis",
+    "FairClients",
     "FedAvg",
     "FedAvgS",
     "FedBiO",

@@ -116,6 +116,33 @@ def test_without_weights_the_function_sees_all_samples_at_once() -> None:
     assert shapes == [(4,)]
 
 
+class SquareOfMean:
+    """No mean over samples: it says itself what it is on weighted ones."""
+
+    def __call__(self, y: Any, values: Any) -> Any:
+        return jnp.mean(values - y) ** 2
+
+    def on_weighted(self, y: Any, values: Any, weight: Any) -> Any:
+        return (weight @ (values - y)) ** 2
+
+
+def test_a_function_can_say_what_it_is_on_weighted_samples() -> None:
+    data = samples(None)
+    for client in range(3):
+        batch = data.batch(client, KEY)
+        gap = np.mean(own(client) - 1.5)
+        value, slope = jax.value_and_grad(weighted(SquareOfMean()))(jnp.asarray(1.5), batch)
+        np.testing.assert_allclose(value, gap**2, rtol=1e-6)
+        np.testing.assert_allclose(slope, -2 * gap, rtol=1e-6)
+    of_five = data.batch(2, KEY)
+    silent = weighted(SquareOfMean().__call__)(jnp.asarray(1.5), of_five)
+    assert abs(float(silent) - np.mean(own(2) - 1.5) ** 2) > 1, "sample by sample it is another number"
+
+
+def test_without_weights_nothing_else_is_asked() -> None:
+    assert float(weighted(SquareOfMean())(1.0, Batch(jnp.array([2.0, 4.0])))) == 4.0
+
+
 # ------------------------------------------------------------------- one pass
 
 

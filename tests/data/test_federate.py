@@ -95,6 +95,35 @@ def test_only_training_labels_are_corrupted() -> None:
     assert not corrupted[np.asarray(clients.upper.rows)].any()
 
 
+def of_training(clients: Clients, name: str) -> list[Any]:
+    """A column of the training samples of each client."""
+    lower = clients.lower
+    column = np.asarray(lower.flat[name])[np.asarray(lower.rows)]
+    return [part.tolist() for part in np.split(column, np.asarray(lower.start)[1:])]
+
+
+def test_places_number_the_training_samples_of_each_client_or_of_all() -> None:
+    options: Any = {"split": Split(0.3)}
+    own, joint = (federate(MINE, Dirichlet(4, 0.5), places=kind, **options) for kind in ("own", "all"))
+    sizes = np.asarray(own.lower.size).tolist()
+    assert len(set(sizes)) > 1, "clients differ"
+    assert of_training(own, "place") == [list(range(size)) for size in sizes]
+    assert list(itertools.chain(*of_training(joint, "place"))) == list(range(sum(sizes)))
+    assert rows(own.lower) == rows(federate(MINE, Dirichlet(4, 0.5), **options).lower)
+    assert own.lower.flat["place"].dtype == np.int32
+    held_out = np.asarray(joint.upper.rows)
+    assert not np.asarray(joint.upper.flat["place"])[held_out].any()
+
+
+def test_numbered_samples_know_their_client_at_every_level() -> None:
+    clients = federate(MINE, Dirichlet(4, 0.5), split=Split(0.3, 0.2), numbered=True)
+    for level in (clients.lower, clients.upper, clients.test):
+        for client in range(4):
+            drawn = level.batch(client, jr.key(0))
+            assert set(np.asarray(drawn.samples["client"]).tolist()) == {client}
+    assert sorted(clients.lower.flat) == ["client", "inputs", "labels"]
+
+
 def test_stages_draw_from_streams_of_their_own() -> None:
     plain = federate(MINE, Dirichlet(5, 0.5), split=Split(0.2))
     noisy = federate(MINE, Dirichlet(5, 0.5), split=Split(0.2), noise=LabelNoise(0.3))
@@ -160,6 +189,7 @@ REFUSED: dict[str, Any] = {
         r"the clients \[.\] have no validation samples, others have",
     ),
     "rates": (lambda: federate(MINE, Iid(2), noise=LabelNoise((0.1,))), "1 rates for 2 clients"),
+    "places": (lambda: federate(MINE, Iid(2), places="each"), 'places is \'each\'; it must be "own", "all"'),
 }
 
 

@@ -4,12 +4,14 @@ from fedbilevel.algorithm.base import Algorithm
 from fedbilevel.algorithm.baseline.commfedbio import CommFedBiO
 from fedbilevel.algorithm.baseline.fedavg import FedAvg, FedAvgS
 from fedbilevel.algorithm.baseline.pooled import MRBO, StocBiO
+from fedbilevel.algorithm.baseline.qffl import QFFL
 from fedbilevel.algorithm.fedbio import FedBiO, FedBiOLocal
 from fedbilevel.algorithm.fedbioacc import FedBiOAcc, FedBiOAccLocal
 from fedbilevel.algorithm.fednest import FedNest, FedNestSGD, LFedNest, LFedNestNonAlt, LFedNestSVRG
 
 __all__ = [
     "MRBO",
+    "QFFL",
     "Algorithm",
     "CommFedBiO",
     "FedAvg",

@@ -129,6 +129,8 @@ def rates_of(method: Any, n: int) -> tuple[Any, ...]:
 def first_variables(method: Any, fed: Federation) -> FieldState:
     """x and y where the problem starts, u at zero; of the clients' own variables one copy each."""
     check_lengths(method, fed.n)
+    if method.upper == "own" and fed.everyone.weights is not None:
+        raise ValueError('upper="own" needs clients of equal weight: Clients(..., weights="uniform")')
     x, y = fed.problem.constraint(fed.problem.x0), fed.problem.y0
     shared, own = ownership(method).parted((x, y, zeros_like(y)) if method.lower == "global" else (x, y))
     return FieldState(shared, tuple(fed.keep(copies(value, fed.n)) for value in own))

@@ -26,10 +26,10 @@ from fedbilevel.algorithm.fedbio import (
 )
 from fedbilevel.fed.cohort import Cohort
 from fedbilevel.fed.federation import Federation
-from fedbilevel.fed.place import At, Kept
+from fedbilevel.fed.place import At, Kept, map_kept
 from fedbilevel.local.storm import FirstMomenta, Storm, StormMomenta, StormSteps
-from fedbilevel.local.work import Amount, amount
-from fedbilevel.tree import PyTree
+from fedbilevel.local.work import Amount, amount, check_count
+from fedbilevel.tree import PyTree, zeros_like
 
 
 class StormState(NamedTuple):
@@ -73,7 +73,7 @@ class FedBiOAcc(Algorithm[StormState]):
     Cost a step and client: two exchanges (variables, then momenta) of `d_x + 2d_y` scalars each way; 2I calls
     each of f_x, f_y, g_y, g_xy, g_yy. Local lower level: two exchanges of `d_x`. Sampled cohorts download the
     variables at the start of a round too, since others have moved them. Before the first step all clients
-    download the variables.
+    download the variables and take every direction once (and upload these, where cohorts are sampled).
 
     Reference: J. Li, F. Huang, H. Huang, NeurIPS 2023, algorithms 2 and 4.
     """
@@ -95,6 +95,10 @@ class FedBiOAcc(Algorithm[StormState]):
 
     def __check_init__(self) -> None:
         check_field_settings(self)
+        for name in ("delta", "t0", "c_upper", "c_lower", "c_adjoint"):
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and value >= 0) and not hasattr(value, "shape"):
+                raise ValueError(f"{name} is {value!r}; it must be a number of at least 0")
 
     @classmethod
     def from_constants(
@@ -118,9 +122,13 @@ class FedBiOAcc(Algorithm[StormState]):
 
         Reference: J. Li, F. Huang, H. Huang, NeurIPS 2023, theorem 6.
         """
-        for name, value in {"L": L, "mu": mu, "sigma": sigma, "clients": clients, "batch": batch}.items():
-            if not value > 0:
-                raise ValueError(f"{name} is {value}; it must be positive")
+        for name, value in {"L": L, "mu": mu, "sigma": sigma}.items():
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value}; it must be positive and finite")
+        for name, number in {"clients": clients, "sync_every": sync_every, "batch": batch}.items():
+            check_count(name, number)
+        if mu > L:
+            raise ValueError(f"mu is {mu} and L is {L}; no function is more convex than smooth")
         kappa, noise = L / mu, batch * clients * sigma
         smooth = L * math.sqrt(1 + kappa**2)
         delta, unit = noise ** (2 / 3) / smooth, (smooth / (batch * clients)) ** 2
@@ -137,12 +145,16 @@ class FedBiOAcc(Algorithm[StormState]):
         everyone, shared = fed.everyone, variables.shared
         program = FirstMomenta(field_of(self), self.first_batch, ownership(self))
         first = everyone.run(program, *placed(everyone, ownership(self), variables, "z"), key=key)
-        own, time = kept(everyone, variables.own, first[1]), jnp.ones((), int)
+        # Of a client that does not answer, the first momenta are zero.
+        nothing = [
+            map_kept(lambda kept: fed.keep(zeros_like(fed.stacked(kept))), each) for each in variables.own
+        ]
+        own, time = kept(everyone, tuple(nothing), first[1]), jnp.ones((), int)
         if self.cohort is not None:
             mean = everyone.mean(first[0], "m")
             return StormState(variables, FieldState(mean, own), (), time)
-        held = fed.keep(copies(shared, fed.n))
-        return StormState(variables, FieldState((), own), (held, everyone.put(held, first[0])), time)
+        z, m = (fed.keep(copies(each, fed.n)) for each in (shared, zeros_like(shared)))
+        return StormState(variables, FieldState((), own), (z, everyone.put(m, first[0])), time)
 
     def step(self, fed: Federation, state: StormState, key: jax.Array) -> tuple[StormState, Info]:
         k_cohort, k_steps, k_momenta = jr.split(key, 3)

@@ -116,13 +116,16 @@ def weighted(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """`function(*variables, samples)` as a function of `(*variables, batch)`.
 
     A padded batch is evaluated sample by sample and summed with its weights. So the function must
-    be what an objective over data is: the mean over the samples of what one sample gives.
+    be what an objective over data is: the mean over the samples of what one sample gives. A function that
+    is not says itself what it is on weighted samples: `function.on_weighted(*variables, samples, weight)`.
     """
 
     def of_batch(*arguments: Any) -> jax.Array:
         *variables, batch = arguments
         if batch.weight is None:
             return function(*variables, batch.samples)
+        if hasattr(function, "on_weighted"):
+            return function.on_weighted(*variables, batch.samples, batch.weight)
         alone = jax.tree.map(lambda leaf: leaf[:, None], batch.samples)
         values = jax.vmap(lambda sample: function(*variables, sample))(alone)
         return jnp.tensordot(batch.weight.astype(values.dtype), values, axes=1)

@@ -96,8 +96,7 @@ class Clients(eqx.Module):
     def batched(self, batch_size: int | None) -> Clients:
         """The same clients with minibatches of another size; None: all of a client's samples."""
         parts = [_batched(samples, batch_size) for samples in (self.lower, self.upper)]
-        weights = "uniform" if self.weights is None else self.weights
-        return Clients(*parts, test=self.test, weights=weights)
+        return eqx.tree_at(lambda clients: (clients.lower, clients.upper), self, parts)
 
     def only(self, client: int) -> Clients:
         """One client's own data, with the draws it makes in the whole federation."""

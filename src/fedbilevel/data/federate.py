@@ -25,15 +25,18 @@ def federate(
     long_tail: Thinning | None = None,
     split: Splitting | None = None,
     noise: Corruption | None = None,
+    places: str | None = None,
+    numbered: bool = False,
     batch_size: int | None = None,
     weights: Literal["uniform", "size"] | Any = "uniform",
     seed: int = 0,
 ) -> Clients:
     """Clients with the training samples of a data set.
 
-    What clients see is a dict of `inputs`, `labels` (whole numbers as int32) and, with noise, `corrupted`
-    (bool). All clients share one copy, which holds only samples that are used. Each stage draws from a
-    stream of its own: another split or noise leaves the partition as it is.
+    What clients see is a dict of `inputs`, `labels` (whole numbers as int32), with noise `corrupted` (bool),
+    and where asked for `place` and `client` (int32). All clients share one copy, which holds only samples
+    that are used. Each stage draws from a stream of its own: another split or noise leaves the partition as
+    it is.
 
     Args:
         dataset: a loaded one, or your own arrays: `Dataset("mine", train, test, classes)`.
@@ -44,6 +47,10 @@ def federate(
             samples, both levels share the training samples.
         noise: wrong labels among the training samples, such as `LabelNoise(0.4)`. Without a split, the upper
             level sees them too.
+        places: adds the column `place`, for variables with one entry a training sample. "own": the position
+            among its client's training samples, from 0; "all": among those of all clients, one client after
+            another. Other samples have 0, which means nothing.
+        numbered: adds the column `client`, the number of the client that a sample belongs to.
         batch_size, weights: as in `Clients`.
         seed: of all draws.
 
@@ -61,6 +68,10 @@ def federate(
     own = _dealt(dataset, partition, kept, partition_rng)
     train, validation, test = _levels(own, split, split_rng)
     labels, extra = _noisy(dataset, noise, train, noise_rng)
+    if places is not None:
+        extra["place"] = _placed(dataset.size, train, places)
+    if numbered:
+        extra["client"] = _numbered(dataset.size, own)
     used = np.unique(np.concatenate([*train, *(validation or ()), *(test or ()), np.zeros(0, np.int64)]))
     samples = {"inputs": dataset.train["inputs"], "labels": labels, **extra}
     return Clients.indexed(
@@ -122,7 +133,7 @@ def _levels(
 
 def _noisy(
     dataset: Dataset, noise: Corruption | None, train: Sequence[Rows], rng: np.random.Generator
-) -> tuple[npt.NDArray[Any], dict[str, npt.NDArray[np.bool_]]]:
+) -> tuple[npt.NDArray[Any], dict[str, npt.NDArray[Any]]]:
     """The labels as int32, with noise if asked for; and the column that tells which are wrong."""
     labels = np.asarray(dataset.train["labels"])
     if np.issubdtype(labels.dtype, np.integer) or labels.dtype == bool:  # targets of a regression stay
@@ -132,6 +143,25 @@ def _noisy(
     classes = len(dataset.classes) or int(labels.max()) + 1
     labels, corrupted = noise(labels, train, classes, rng)
     return labels, {"corrupted": corrupted}
+
+
+def _placed(size: int, train: Sequence[Rows], places: str) -> npt.NDArray[np.int32]:
+    """The position of every training sample in the block of its client, or in all blocks joined."""
+    if places not in ("own", "all"):
+        raise DataError(f'places is {places!r}; it must be "own", "all" or None')
+    column, first = np.zeros(size, np.int32), 0
+    for rows in train:
+        column[rows] = first + np.arange(len(rows))
+        first += len(rows) if places == "all" else 0
+    return column
+
+
+def _numbered(size: int, own: Sequence[Rows]) -> npt.NDArray[np.int32]:
+    """The number of the client that a sample belongs to; 0 for samples of nobody, which are not stored."""
+    column = np.zeros(size, np.int32)
+    for client, rows in enumerate(own):
+        column[rows] = client
+    return column
 
 
 def _renumbered(parts: Sequence[Rows], used: Rows, level: str) -> list[Rows]:

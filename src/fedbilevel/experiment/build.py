@@ -24,6 +24,7 @@ from fedbilevel.experiment.evaluate import Evaluator
 from fedbilevel.experiment.registry import NESTED, PROBLEMS, ConfigError, find, parameters
 from fedbilevel.experiment.run import check
 from fedbilevel.problem.base import Problem
+from fedbilevel.problem.cleaning import block_length, training_truth
 from fedbilevel.problem.loss_tuning import class_weights
 
 _DATA = {*inspect.signature(federate).parameters, "name", "dir"} - {"dataset"}
@@ -136,5 +137,8 @@ def _surroundings(dataset: Dataset, clients: Clients, seed: int) -> Mapping[str,
         "classes": lambda: classes,
         "test": lambda: dataset.test,
         "balance": lambda: class_weights(clients, classes),
+        "clients": lambda: clients.n,
+        "samples": lambda: block_length(clients),
+        "truth": lambda: training_truth(clients),
         "seed": lambda: seed,
     }

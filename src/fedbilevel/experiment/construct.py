@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from fedbilevel.experiment.registry import (
     INSIDE,
     NESTED,
+    SURROUNDINGS,
     ConfigError,
     Factory,
     find,
@@ -109,10 +110,15 @@ def check_keys(table: Mapping[str, Any], known: Any, where: str) -> None:
 
 
 def with_defaults(table: Any, group: Mapping[str, Factory], where: str) -> Table:
-    """A table with every setting that has a default written out, as far as TOML can."""
+    """A table with every setting that has a default written out, as far as TOML can.
+
+    What the surroundings may supply is left to them.
+    """
     factory, arguments = _parts(table, group, where)
     defaults = {
-        name: _plain(p.default) for name, p in parameters(factory).items() if _plain(p.default) is not None
+        name: _plain(p.default)
+        for name, p in parameters(factory).items()
+        if _plain(p.default) is not None and name not in SURROUNDINGS
     }
     return {"kind": _kind(table)} | defaults | arguments
 

@@ -20,9 +20,13 @@ from fedbilevel.data.source import SOURCES
 from fedbilevel.experiment.best import Best
 from fedbilevel.experiment.engines import ENGINES
 from fedbilevel.portable import PortableError, imported
-from fedbilevel.problem import loss_tuning, model, representation
+from fedbilevel.problem import cleaning, fairness, loss_tuning, model, representation
 
 Factory = Callable[..., Any]
+
+
+SURROUNDINGS = ("key", "seed", "inputs", "classes", "test", "balance", "samples", "truth")
+"""Arguments of a problem that the data or the run decide, if the file does not."""
 
 
 class ConfigError(ValueError):
@@ -44,11 +48,15 @@ ALGORITHMS: Mapping[str, Factory] = {
     "CommFedBiO": algorithm.CommFedBiO,
     "FedAvg": algorithm.FedAvg,
     "FedAvgS": algorithm.FedAvgS,
+    "QFFL": algorithm.QFFL,
 }
 
 PROBLEMS: Mapping[str, Factory] = {
     "HyperRepresentation": representation.HyperRepresentation,
     "LossTuning": loss_tuning.LossTuning,
+    "DataCleaning": cleaning.DataCleaning,
+    "FairClients": fairness.FairClients,
+    "AgnosticClients": fairness.AgnosticClients,
     "Quadratic": problem.Quadratic.random,
     "Saddle": problem.Saddle.random,
     "Composition": problem.Composition.random,

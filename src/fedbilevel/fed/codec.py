@@ -9,6 +9,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedbilevel.fed.program import Program
 from fedbilevel.tree import PyTree, add, sub
@@ -36,6 +37,13 @@ class Dense(Codec):
         return message
 
 
+def check_entries(k: Any) -> None:
+    """Raise an error that explains unless k is a number of entries, or a share of them."""
+    is_number = isinstance(k, int | float | np.integer | np.floating) and not isinstance(k, bool)
+    if not is_number or not (0 < k < 1 or (k >= 1 and k == int(k))):
+        raise ValueError(f"k is {k!r}; it must be a whole number of at least 1, or a share in (0, 1)")
+
+
 class TopK(Codec):
     """The k entries of largest magnitude, over all leaves, as values and 32-bit positions.
 
@@ -44,7 +52,7 @@ class TopK(Codec):
 
     Attributes:
         k: how many entries are sent.
-        shapes, structure: of the tree.
+        shapes, dtypes, structure: of the tree.
 
     Example:
         >>> codec = TopK.like({"a": jnp.zeros(3), "b": jnp.zeros(())}, k=2)
@@ -55,20 +63,21 @@ class TopK(Codec):
 
     k: int = eqx.field(static=True)
     shapes: tuple[tuple[int, ...], ...] = eqx.field(static=True)
+    dtypes: tuple[str, ...] = eqx.field(static=True)
     structure: Any = eqx.field(static=True)
 
     @classmethod
     def like(cls, tree: PyTree, k: int | float) -> TopK:
         """For trees of this form; `k` is a number of entries, or a share of all of them below 1."""
+        check_entries(k)
         leaves, structure = jax.tree.flatten(tree)
         shapes = tuple(jnp.shape(leaf) for leaf in leaves)
         total = sum(math.prod(shape) for shape in shapes)
-        count = math.ceil(k * total) if isinstance(k, float) else k
+        # Rounded first: 0.07 of 100 entries are 7, though the product is a little more.
+        count = math.ceil(round(float(k) * total, 6)) if k < 1 else int(k)
         if not 1 <= count <= total:
-            raise ValueError(
-                f"k is {k}; it must be between 1 and {total}, the number of entries, or a share in (0, 1)"
-            )
-        return cls(count, shapes, structure)
+            raise ValueError(f"k is {k}, but there are {total} entries: it must be between 1 and {total}")
+        return cls(count, shapes, tuple(jnp.result_type(leaf).name for leaf in leaves), structure)
 
     def encode(self, value: PyTree) -> PyTree:
         flat = jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(value)])
@@ -80,8 +89,8 @@ class TopK(Codec):
         sizes = [math.prod(shape) for shape in self.shapes]
         flat = jnp.zeros(sum(sizes), values.dtype).at[places].set(values)
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        cut = zip(self.shapes, sizes, starts, strict=True)
-        leaves = [flat[start : start + size].reshape(shape) for shape, size, start in cut]
+        cut = zip(self.shapes, sizes, starts, self.dtypes, strict=True)
+        leaves = [flat[at : at + size].reshape(shape).astype(dtype) for shape, size, at, dtype in cut]
         return jax.tree.unflatten(self.structure, leaves)
 
 

@@ -1,7 +1,9 @@
 """What is solved."""
 
 from fedbilevel.problem.base import Problem, ProblemError, compositional, minimax, single_level
+from fedbilevel.problem.cleaning import DataCleaning
 from fedbilevel.problem.constraint import Box, Positive, Simplex
+from fedbilevel.problem.fairness import AgnosticClients, FairClients
 from fedbilevel.problem.loss_tuning import LossTuning, class_weights
 from fedbilevel.problem.model import MLP, Linear, Model
 from fedbilevel.problem.oracle import Client
@@ -10,9 +12,12 @@ from fedbilevel.problem.representation import HyperRepresentation
 
 __all__ = [
     "MLP",
+    "AgnosticClients",
     "Box",
     "Client",
     "Composition",
+    "DataCleaning",
+    "FairClients",
     "HyperRepresentation",
     "Linear",
     "LossTuning",

@@ -38,6 +38,11 @@ class Problem(eqx.Module):
         client_metrics: name -> function of `(x, y, samples)`, the mean over the samples, evaluated at every
             client on its own test data; the history has their mean, worst and 10 % percentile.
 
+    Where clients differ in size, a batch is padded, and an objective is evaluated sample by sample and summed
+    with weights. One that is not a mean over samples, such as a power of a mean, needs a method
+    `on_weighted(x, y, samples, weight)`: its value on samples that weigh `weight`, `(samples,)`, summing to
+    one, some of them zero. On a minibatch such an objective is a biased estimate.
+
     Example:
         >>> import jax.numpy as jnp
         >>> def loss(x, y, samples):
@@ -138,7 +143,8 @@ def single_level(f: Callable[[PyTree, PyTree], jax.Array], x0: PyTree, **options
     return Problem(OfUpper(f), Nothing(), x0, (), structure="single_level", **options)
 
 
-# These wrap the user's functions as importable classes, so that they can be named on a wire.
+# These wrap the user's functions as importable classes, so that they can be named on a wire. How a function
+# is evaluated on weighted samples stays its own business.
 
 
 class Negative(eqx.Module):
@@ -149,6 +155,9 @@ class Negative(eqx.Module):
     def __call__(self, x: PyTree, y: PyTree, samples: PyTree) -> jax.Array:
         return -self.f(x, y, samples)
 
+    def on_weighted(self, x: PyTree, y: PyTree, samples: PyTree, weight: jax.Array) -> jax.Array:
+        return -weighted(self.f)(x, y, Batch(samples, weight))
+
 
 class OfLower(eqx.Module):
     """`(x, y) ↦ f(y)`."""
@@ -158,6 +167,9 @@ class OfLower(eqx.Module):
     def __call__(self, x: PyTree, y: PyTree, samples: PyTree) -> jax.Array:
         return self.f(y, samples)
 
+    def on_weighted(self, x: PyTree, y: PyTree, samples: PyTree, weight: jax.Array) -> jax.Array:
+        return weighted(self.f)(y, Batch(samples, weight))
+
 
 class OfUpper(eqx.Module):
     """`(x, y) ↦ f(x)`."""
@@ -166,6 +178,9 @@ class OfUpper(eqx.Module):
 
     def __call__(self, x: PyTree, y: PyTree, samples: PyTree) -> jax.Array:
         return self.f(x, samples)
+
+    def on_weighted(self, x: PyTree, y: PyTree, samples: PyTree, weight: jax.Array) -> jax.Array:
+        return weighted(self.f)(x, Batch(samples, weight))
 
 
 class HalfDistance(eqx.Module):

@@ -11,7 +11,7 @@ import jax.random as jr
 from fedbilevel.algorithm.base import Algorithm, Info, Rate, check_lengths, rate
 from fedbilevel.algorithm.exchange import Point
 from fedbilevel.algorithm.fedbio import copies
-from fedbilevel.fed.codec import TopK
+from fedbilevel.fed.codec import TopK, check_entries
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.place import Kept
 from fedbilevel.fed.program import Program
@@ -60,7 +60,7 @@ class CommFedBiO(Algorithm[Compressed]):
         lower_steps: τ, local steps on y; a number, or a tuple with one for each client.
         cohort: clients in a round; None: all.
 
-    Cost a step and client: Q + 2 exchanges; `d_x + (Q + 2)d_y` scalars down, `d_x + d_y` and Q times k
+    Cost a step and client: Q + 2 exchanges; `d_x + (Q + 3)d_y` scalars down, `d_x + d_y` and Q times k
     values and positions up.
 
     Reference: J. Li, F. Huang, H. Huang, Local stochastic bilevel optimization with momentum-based variance
@@ -77,6 +77,7 @@ class CommFedBiO(Algorithm[Compressed]):
 
     def __check_init__(self) -> None:
         check_count("terms", self.terms)
+        check_entries(self.topk)
         check_amounts(self, "lower_steps")
 
     def init(self, fed: Federation, key: jax.Array) -> Compressed:
