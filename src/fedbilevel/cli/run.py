@@ -13,6 +13,7 @@ from fedbilevel.experiment.change import parsed
 from fedbilevel.experiment.config import Plan, plans
 from fedbilevel.experiment.estimate import duration, estimate
 from fedbilevel.experiment.figure import draw_curves
+from fedbilevel.experiment.reach import reach
 from fedbilevel.experiment.recorded import RunError, choose_metric, find_runs
 from fedbilevel.experiment.registry import ConfigError
 from fedbilevel.experiment.report import compare
@@ -137,8 +138,15 @@ def compare_runs(
     out: Annotated[pathlib.Path | None, typer.Option("--out", "-o", help="Folder for the figures.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The table as JSON.")] = False,
     no_figures: Annotated[bool, typer.Option("--no-figures", help="Only the table.")] = False,
+    level: Annotated[
+        float | None, typer.Option("--reach", help="Show what it cost to reach this level of the metric.")
+    ] = None,
 ) -> None:
     """Compare runs at equal rounds, equal bytes and equal oracle calls, and draw their curves."""
+    if level is not None:
+        levels = reach(find_runs(folders), level, metric)
+        show(levels.table() if is_terminal() else str(levels))
+        return
     _compare(folders, metric, None if no_figures else out or folders[0], as_json)
 
 

@@ -55,6 +55,7 @@ class RecordedRun:
         seed: of the run.
         status: "running", "done", "stopped" early, "diverged", "interrupted" or "failed".
         rows: its evaluations.
+        clients: how many there are in its federation.
     """
 
     path: pathlib.Path
@@ -63,6 +64,7 @@ class RecordedRun:
     seed: int
     status: str
     rows: History
+    clients: int = 1
 
     @property
     def diverged(self) -> bool:
@@ -87,7 +89,8 @@ def read_run(path: Path) -> RecordedRun:
     if wrong:
         raise RunError(f"{folder / 'manifest.json'} lacks {', '.join(wrong)}, or has another type there")
     values = {field: manifest[field] for field in fields}
-    return RecordedRun(path=folder, rows=_read_history(folder / "history.jsonl"), **values)
+    rows, clients = _read_history(folder / "history.jsonl"), int(manifest.get("clients", 1))
+    return RecordedRun(path=folder, rows=rows, clients=clients, **values)
 
 
 def _read_history(file: pathlib.Path) -> History:

@@ -123,17 +123,22 @@ class Comparison:
         return (max if self.better == "max" else min)(finite, key=lambda variant: finite[variant])
 
     def __str__(self) -> str:
-        table = self.table()
-        table.title = table.caption = None
-        text = io.StringIO()
-        # As wide as it needs to be: where lines are cut is the affair of the reader's terminal.
-        Console(file=text, width=10_000, color_system=None).print(table)
-        lines = [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
-        return "\n".join([self._title, *lines, *self.notes])
+        return plain(self.table())
 
     def to_json(self) -> str:
         """The same as JSON text; a number that is not finite is null."""
         return json.dumps(_finite(dataclasses.asdict(self)), indent=2, allow_nan=False)
+
+
+def plain(table: Table) -> str:
+    """A table as text, with its title above and its caption below."""
+    title, caption = str(table.title), str(table.caption or "")
+    table.title = table.caption = None
+    text = io.StringIO()
+    # As wide as it needs to be: where lines are cut is the affair of the reader's terminal.
+    Console(file=text, width=10_000, color_system=None).print(table)
+    lines = [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
+    return "\n".join([title, *lines, *caption.splitlines()])
 
 
 def _finite(value: Any) -> Any:

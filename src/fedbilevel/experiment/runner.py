@@ -118,6 +118,7 @@ class _FolderRun:
         with naming(self.plan):
             check_loggers(names)
             self.start = self.directory.begin(self.plan, again=self.again)
+            self.directory.note(clients=self.built.clients.n)
             self.loggers = open_loggers(names, self.directory.path, self.plan.folder)
 
     @property

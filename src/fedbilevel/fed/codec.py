@@ -40,7 +40,7 @@ class Dense(Codec):
 def check_entries(k: Any) -> None:
     """Raise an error that explains unless k is a number of entries, or a share of them."""
     is_number = isinstance(k, int | float | np.integer | np.floating) and not isinstance(k, bool)
-    if not is_number or not (0 < k < 1 or (k >= 1 and k == int(k))):
+    if not is_number or not (0 < k < 1 or (k >= 1 and math.isfinite(k) and k == int(k))):
         raise ValueError(f"k is {k!r}; it must be a whole number of at least 1, or a share in (0, 1)")
 
 
@@ -74,7 +74,7 @@ class TopK(Codec):
         shapes = tuple(jnp.shape(leaf) for leaf in leaves)
         total = sum(math.prod(shape) for shape in shapes)
         # Rounded first: 0.07 of 100 entries are 7, though the product is a little more.
-        count = math.ceil(round(float(k) * total, 6)) if k < 1 else int(k)
+        count = max(1, math.ceil(round(float(k) * total, 6))) if k < 1 else int(k)
         if not 1 <= count <= total:
             raise ValueError(f"k is {k}, but there are {total} entries: it must be between 1 and {total}")
         return cls(count, shapes, tuple(jnp.result_type(leaf).name for leaf in leaves), structure)
