@@ -165,6 +165,8 @@ def _plans(
     chosen = copy.deepcopy(_pick(script["presets"], preset, "preset")) if preset else {}
     preset_variants = chosen.pop("variants", {})
     grid = {**script["grid"], **chosen.pop("grid", {}), **grid}
+    if both := sorted(grid.keys() & changes):
+        raise ConfigError(f"{both[0]} is set, and varied by the grid; remove one of them")
     base = merged(config, chosen)
     for name, change in _variants(script["variants"], only):
         special = merged(merged(base, change), preset_variants.get(name, {}))

@@ -1,6 +1,6 @@
 """The language: placed values, the verbs that move them, and the ledger of what they cost."""
 
-from fedbilevel.fed.codec import Codec, Dense
+from fedbilevel.fed.codec import Codec, Dense, TopK
 from fedbilevel.fed.cohort import Cohort
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.ledger import Ledger, UncountedWorkError
@@ -24,6 +24,7 @@ __all__ = [
     "Program",
     "ProgramError",
     "Published",
+    "TopK",
     "UncountedWorkError",
     "repeat",
 ]
