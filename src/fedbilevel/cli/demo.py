@@ -55,7 +55,7 @@ def finding(comparison: Comparison) -> str:
     """In one sentence, what the demonstration found."""
     end = {line.variant: line.scores["end"].mean for line in comparison.lines}
     return (
-        f"With the plain loss the classes reach a mean accuracy of {end['untuned']:.1%}; tuned by FedNest, "
+        f"With the plain loss the classes reach a mean accuracy of {end['not tuned']:.1%}; tuned by FedNest, "
         f"which exchanges vectors to invert the mean Hessian, {end['FedNest']:.1%}; by LFedNest, where "
         f"every client inverts its own, {end['LFedNest']:.1%}."
     )
