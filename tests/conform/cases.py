@@ -65,6 +65,7 @@ def single_level() -> tuple[fb.Problem, fb.Clients]:
 
 RATES: dict[str, Any] = {"upper_lr": 0.1, "lower_lr": 0.2}
 SERIES: dict[str, Any] = RATES | {"terms": 4, "smoothness": 4.0}
+THREE: dict[str, Any] = RATES | {"adjoint_lr": 0.15}
 
 CASES = {
     "FedNest": Case(bilevel, lambda: fb.FedNest(**SERIES, lower_rounds=2, lower_steps=2, upper_steps=2)),
@@ -86,5 +87,14 @@ CASES = {
     "single-level": Case(single_level, lambda: fb.FedNest(**RATES, upper_steps=3), variant=True),
     "FedAvg": Case(single_level, lambda: fb.FedAvg(0.05, steps=3)),
     "FedAvgS": Case(minimax, lambda: fb.FedAvgS(**RATES, steps=3)),
+    "FedBiO": Case(bilevel, lambda: fb.FedBiO(**THREE, sync_every=(1, 3, 2))),
+    "FedBiOLocal": Case(bilevel_batches, lambda: fb.FedBiOLocal(**THREE, terms=2, cohort=2), variant=True),
+    "FedBiOAcc": Case(bilevel_batches, lambda: fb.FedBiOAcc(**THREE, sync_every=2, first_batch=3)),
+    "FedBiOAccLocal": Case(
+        bilevel_batches, lambda: fb.FedBiOAccLocal(**THREE, sync_every=(1, 3, 2), cohort=2), variant=True
+    ),
+    "MRBO": Case(bilevel, lambda: fb.MRBO(**THREE, terms=2), variant=True),
+    "CommFedBiO": Case(bilevel_batches, lambda: fb.CommFedBiO(**THREE, topk=2, terms=2, cohort=2)),
+    "StocBiO": Case(bilevel, lambda: fb.StocBiO(**SERIES, lower_steps=2), variant=True),
     "every-verb": Case(bilevel, lambda: EveryVerb(0.1, cohort=2)),
 }

@@ -20,7 +20,7 @@ from fedbilevel.data.source import SOURCES
 from fedbilevel.experiment.best import Best
 from fedbilevel.experiment.engines import ENGINES
 from fedbilevel.portable import PortableError, imported
-from fedbilevel.problem import cleaning, fairness, loss_tuning, model, representation
+from fedbilevel.problem import cleaning, convolution, fairness, few_shot, loss_tuning, model, representation
 
 Factory = Callable[..., Any]
 
@@ -57,12 +57,13 @@ PROBLEMS: Mapping[str, Factory] = {
     "DataCleaning": cleaning.DataCleaning,
     "FairClients": fairness.FairClients,
     "AgnosticClients": fairness.AgnosticClients,
+    "FewShot": few_shot.FewShot,
     "Quadratic": problem.Quadratic.random,
     "Saddle": problem.Saddle.random,
     "Composition": problem.Composition.random,
 }
 
-MODELS: Mapping[str, Factory] = {"MLP": model.MLP, "Linear": model.Linear}
+MODELS: Mapping[str, Factory] = {"MLP": model.MLP, "Linear": model.Linear, "ConvNet": convolution.ConvNet}
 
 PARTITIONS: Mapping[str, Factory] = {
     kind.__name__: kind

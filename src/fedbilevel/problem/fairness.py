@@ -197,6 +197,10 @@ def AgnosticClients(
     return minimax(training, x0, jnp.zeros(clients), **measures | options)
 
 
+# Of the settings of a `Problem`, the structure is not one of this problem: it is a minimax problem always.
+AgnosticClients.decided = frozenset({"structure"})  # type: ignore[attr-defined]
+
+
 def _measures(
     classifier: Classifier, inputs: tuple[int, ...], classes: int, test: Mapping[str, Any] | None
 ) -> dict[str, Any]:
