@@ -71,7 +71,7 @@ class ConvNet(Model):
 
     def init(self, key: jax.Array, input_shape: Shape) -> tuple[PyTree, Shape]:
         height, width, channels = _image(input_shape)
-        parameters = []
+        parameters: list[PyTree] = []
         for own_key, filters in zip(jr.split(key, len(self.filters)), self.filters, strict=True):
             if min(height, width) < 2:
                 raise ProblemError(
