@@ -20,7 +20,7 @@ from fedbilevel.experiment.registry import ConfigError
 commands = typer.Typer(help="Data sets: list, get, describe.", no_args_is_help=True)
 
 Dir = Annotated[
-    pathlib.Path | None, typer.Option("--dir", help="Folder of data; default: FEDBILEVEL_DATA, or a cache.")
+    pathlib.Path | None, typer.Option("--dir", help="Folder of data; default: a cache of the user's.")
 ]
 
 
@@ -48,7 +48,7 @@ def describe_data(
     ],
     change: Annotated[
         list[str] | None,
-        typer.Option("--set", "-s", metavar="KEY=VALUE", help="For example partition.kind=Dirichlet."),
+        typer.Option("--set", "-s", metavar="KEY=VALUE", help="For example partition.clients=5."),
     ] = None,
     preset: Annotated[
         str | None, typer.Option("--preset", "-P", help="Apply one of the file's presets.")

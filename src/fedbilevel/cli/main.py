@@ -50,7 +50,7 @@ def main() -> None:
     """
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     warnings.showwarning = _one_line
-    sys.path.insert(0, os.getcwd())  # where `kind = "module:name"` is looked for, as `python -m` would
+    sys.path.append(os.getcwd())  # where `kind = "module:name"` is looked for
     try:
         app()
     except Exception as error:
@@ -60,7 +60,7 @@ def main() -> None:
         complain(
             str(error) if expected else f"{type(error).__name__}: {error} (FEDBILEVEL_DEBUG=1 shows where)"
         )
-        sys.exit(2 if expected else 1)
+        sys.exit(2 if expected else 70)
 
 
 def _one_line(message: Any, *_: Any, **__: Any) -> None:

@@ -106,7 +106,8 @@ def sweep(
         seeds=None if seeds is None else range(seeds),
         only=only or (),
     )
-    _execute(todo, out or _usual_folder(file, "sweep"), together=True, again=again, quiet=quiet)
+    folder = out or _usual_folder(file, "-".join(filter(None, [preset, "sweep"])))
+    _execute(todo, folder, together=True, again=again, quiet=quiet)
 
 
 @commands.command()
@@ -117,7 +118,10 @@ def resume(
     steps: Annotated[int | None, typer.Option("--steps", "-n", help="Go on until so many steps.")] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Go on with runs that were interrupted, from their last checkpoints, to the same bits."""
+    """Go on with runs that were interrupted, from their last checkpoints, to the same bits.
+
+    Runs of a sweep were one vmapped program; they go on one by one, and agree to rounding.
+    """
     found = (
         [folder / "config.toml"] if (folder / "config.toml").exists() else sorted(folder.rglob("config.toml"))
     )
@@ -144,6 +148,8 @@ def compare_runs(
 ) -> None:
     """Compare runs at equal rounds, equal bytes and equal oracle calls, and draw their curves."""
     if level is not None:
+        if as_json or out is not None:
+            raise ConfigError("--reach prints a table only; leave out --json and --out")
         levels = reach(find_runs(folders), level, metric)
         show(levels.table() if is_terminal() else str(levels))
         return
@@ -194,7 +200,7 @@ def _go_on(tasks: Sequence[Task], out: pathlib.Path, *, together: bool, again: b
             outcomes.append(outcome)
             remark(_line(outcome, len(outcomes), len(tasks)))
     except KeyboardInterrupt:
-        remark(f"Interrupted. `fedbilevel resume {out}` goes on, to the same bits.")
+        remark(f"Interrupted. `fedbilevel resume {out}` goes on from the last checkpoints.")
         raise typer.Exit(130) from None
     try:
         _compare([out], None, out, False)

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 EPILOG = (
-    "Exit codes: 0 all is well, 1 a run diverged or a check failed, 2 a mistake in a file or an option, "
+    "Exit codes: 0 all is well, 1 a run diverged, 2 a mistake in a file or an option, 70 a bug, "
     "130 interrupted."
 )
 

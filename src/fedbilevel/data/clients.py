@@ -53,7 +53,8 @@ class Clients(eqx.Module):
     ) -> None:
         self.lower = _collect(lower, batch_size, "lower")
         self.upper = self.lower if upper is None else _collect(upper, batch_size, "upper")
-        self.test = self.upper if test is None else _collect(test, None, "test")
+        # Metrics are of all samples: minibatches are for training.
+        self.test = _batched(self.upper if test is None else _collect(test, None, "test"), None)
         for level, samples in (("upper", self.upper), ("test", self.test)):
             if samples.size.shape != self.lower.size.shape:
                 raise DataError(

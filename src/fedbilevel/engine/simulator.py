@@ -18,7 +18,7 @@ from fedbilevel.fed.cohort import Cohort
 from fedbilevel.fed.federation import Federation, answers, choose
 from fedbilevel.fed.ledger import Counts, as_arrays, book, metering
 from fedbilevel.fed.loop import repeat, trace_once, zeros
-from fedbilevel.fed.place import At, Kept, PlacementError, Published, is_at, map_kept
+from fedbilevel.fed.place import At, Kept, PlacementError, Published, is_at
 from fedbilevel.fed.program import Program
 from fedbilevel.problem.base import Problem
 from fedbilevel.problem.oracle import Client
@@ -255,7 +255,7 @@ def simulate(
     def one(time: jax.Array, state: PyTree) -> tuple[PyTree, dict[str, jax.Array], Counts, jax.Array]:
         with metering() as meter:
             state, info = stepper.at(time).step(fed, state, jax.random.fold_in(key, time))
-        return state, info, as_arrays(meter.counts), all_finite(map_kept(lambda _: (), state))
+        return state, info, as_arrays(meter.counts), all_finite(state)
 
     state, first = jax.tree.map(jnp.asarray, state), jnp.asarray(first, int)
     staged, (_, info, counts, _) = trace_once(one, first, state)

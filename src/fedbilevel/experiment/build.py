@@ -78,7 +78,7 @@ def _precision() -> str:
     return str(jnp.result_type(float))
 
 
-@functools.lru_cache(maxsize=4)  # the variants of a file mostly share their data
+@functools.lru_cache(maxsize=32)  # the variants of a file mostly share their data
 def _data(text: str, precision: str) -> tuple[Dataset, Clients]:
     table = json.loads(text)
     check_keys(table, _DATA, "data")
@@ -111,7 +111,7 @@ def _problem_and_clients(plan: Plan) -> tuple[Problem, Clients]:
     return _own_data(text, _precision())
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=32)
 def _own_data(text: str, precision: str) -> tuple[Problem, Clients]:
     """A problem that brings its data. The data's seed draws it, so that all seeds solve the same problem."""
     table, data, seed = json.loads(text)

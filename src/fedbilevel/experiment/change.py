@@ -9,7 +9,7 @@ from typing import Any
 
 from fedbilevel.experiment.construct import Table
 from fedbilevel.experiment.engines import ENGINES
-from fedbilevel.experiment.registry import ALGORITHMS, NESTED, PROBLEMS, ConfigError, parameters
+from fedbilevel.experiment.registry import ALGORITHMS, NESTED, PROBLEMS, ConfigError, find, parameters
 
 
 def merged(base: Table, change: Mapping[str, Any]) -> Table:
@@ -33,9 +33,12 @@ def merged(base: Table, change: Mapping[str, Any]) -> Table:
 
 def _adapted(table: Table, kind: Any) -> Table:
     """What of a table makes sense for another kind."""
+    if kind is None or kind == table.get("kind"):
+        return table
     everything = {**ALGORITHMS, **PROBLEMS, **NESTED, **ENGINES}
-    old, new = everything.get(table.get("kind", "")), everything.get(kind or "")
-    if kind is None or kind == table.get("kind") or old is None or new is None:
+    try:
+        old, new = (find(name, everything, "kind") for name in (table.get("kind"), kind))
+    except ConfigError:  # said with its place when the table is built
         return table
     lost = set(parameters(old)) - set(parameters(new))
     return {key: value for key, value in table.items() if key not in lost}

@@ -82,13 +82,14 @@ class Plan:
     @property
     def folder(self) -> str:
         """Where it goes, below the folder of the whole experiment."""
-        slug = re.sub(r"[^\w.=+-]+", "-", self.variant).strip("-").lower()
+        slug = re.sub(r"[^\w.=+-]+", "-", self.variant).strip("-.").lower()
         return f"{slug}/seed-{self.seed}" if slug else f"seed-{self.seed}"
 
     @property
     def hash(self) -> str:
         """Two runs with the same hash give the same numbers, as far as both go."""
-        relevant = {key: value for key, value in self.config.items() if key not in _NOT_HASHED}
+        ignored = set(_NOT_HASHED) - ({"every"} if "patience" in self.config.get("best", {}) else set())
+        relevant = {key: value for key, value in self.config.items() if key not in ignored}
         return hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     def toml(self) -> str:
@@ -164,6 +165,8 @@ def _plans(
     script = {key: _tables(config.pop(key, {}), key) for key in _SCRIPT}
     chosen = copy.deepcopy(_pick(script["presets"], preset, "preset")) if preset else {}
     preset_variants = chosen.pop("variants", {})
+    for name in preset_variants:
+        _pick(script["variants"], name, "variant")
     grid = {**script["grid"], **chosen.pop("grid", {}), **grid}
     if both := sorted(grid.keys() & changes):
         raise ConfigError(f"{both[0]} is set, and varied by the grid; remove one of them")

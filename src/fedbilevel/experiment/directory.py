@@ -90,12 +90,29 @@ class Directory:
         if again or fruitless:
             self._clear()
         start = self.last() if earlier and not again else None
+        if start is not None and start.steps > plan.config["steps"]:
+            raise RunError(
+                f"{self.path} has a run of {start.steps} steps already, more than the {plan.config['steps']} "
+                "asked for. Ask for more, choose another folder with --out, or begin anew with --again."
+            )
+        self._warn_of_versions(earlier, plan)
         self.path.mkdir(parents=True, exist_ok=True)
         self._write("config.toml", plan.toml())
         self.note(**_facts(plan), status="running")
         self._write_again(History() if start is None else start.history)
         self._tidy(start)
         return start
+
+    def _warn_of_versions(self, earlier: dict[str, Any], plan: Plan) -> None:
+        """Other versions may round differently: say so, since the same bits are promised."""
+        before, now = earlier.get("versions", {}), _facts(plan)["versions"]
+        other = [
+            f"{name} {before[name]} (now {now[name]})"
+            for name in now
+            if before.get(name, now[name]) != now[name]
+        ]
+        if other:
+            log.warning("%s was begun with %s: its bits may differ from here on", self.path, ", ".join(other))
 
     def _clear(self) -> None:
         for name in ("history.jsonl", "clients.jsonl", "manifest.json", "result.npz"):

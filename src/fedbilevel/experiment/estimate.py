@@ -28,7 +28,7 @@ class Estimate:
         preparation: seconds for data, compilation and the first evaluation.
         step, evaluation: seconds of one.
         spent: of one step.
-        before: spent before the first one, such as for measuring the smoothness.
+        before: spent before the first one: for measuring the smoothness, for first momenta.
         diverged: whether already the first step gave no finite numbers.
         steps, evaluations: how many there will be.
         memory: the largest this process has been so far, in bytes.
@@ -76,6 +76,7 @@ def estimate(plan: Plan) -> Estimate:
         with engine.connect(problem, clients, algorithm, evaluate.probes) as session:
             run = Run(algorithm, session, evaluate, plan.seed, cost, best=best)
             run.begin()
+            before = run.ledger
 
             def advance() -> Any:
                 return session.advance(run.state, run.key, 0, 1, room(every, steps))
@@ -89,7 +90,7 @@ def estimate(plan: Plan) -> Estimate:
             )
     spent = Ledger.from_counts(block.counts)
     return Estimate(
-        *(preparation, step, evaluation, spent, cost, run.diverged),
+        *(preparation, step, evaluation, spent, before, run.diverged),
         *(steps, -(-steps // every), _memory()),
     )
 

@@ -25,12 +25,28 @@ from fedbilevel.problem import cleaning, convolution, fairness, few_shot, loss_t
 Factory = Callable[..., Any]
 
 
-SURROUNDINGS = ("key", "seed", "inputs", "classes", "test", "balance", "samples", "truth")
+SURROUNDINGS = ("key", "seed", "inputs", "classes", "clients", "test", "balance", "samples", "truth")
 """Arguments of a problem that the data or the run decide, if the file does not."""
 
 
 class ConfigError(ValueError):
     """An experiment file, or an option of the command line, cannot be understood."""
+
+
+def _piecewise_constant(init_value: float, boundaries_and_scales: Mapping[str, float]) -> Any:
+    """A step size that is multiplied by a factor at certain steps: optax's, with the keys of a TOML table.
+
+    Args:
+        init_value: the first value.
+        boundaries_and_scales: step -> factor, such as `{ 500 = 0.1, 550 = 0.1 }`.
+    """
+    try:
+        table = {int(step): factor for step, factor in boundaries_and_scales.items()}
+    except (AttributeError, ValueError):
+        raise ConfigError(
+            f"boundaries_and_scales is {boundaries_and_scales!r}; it must be a table such as {{ 500 = 0.1 }}"
+        ) from None
+    return optax.piecewise_constant_schedule(init_value, table)
 
 
 ALGORITHMS: Mapping[str, Factory] = {
@@ -91,11 +107,10 @@ SCHEDULES: Mapping[str, Factory] = {
         "cosine_decay_schedule",
         "exponential_decay",
         "linear_schedule",
-        "piecewise_constant_schedule",
         "polynomial_schedule",
         "warmup_cosine_decay_schedule",
     )
-}
+} | {"piecewise_constant_schedule": _piecewise_constant}
 
 PARTS: Mapping[str, Factory] = {
     "Split": split.Split,

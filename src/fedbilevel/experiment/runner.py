@@ -58,8 +58,11 @@ def run_all(
 
 
 def _run_group(group: Sequence[Task], again: bool, progress: bool | None) -> list[Outcome]:
+    prepared = [
+        _FolderRun(plan, folder, again) for plan, folder in group
+    ]  # a mistake shows before any change
     with contextlib.ExitStack() as stack:
-        runs = [stack.enter_context(_opened(plan, folder, again)) for plan, folder in group]
+        runs = [stack.enter_context(_opened(run)) for run in prepared]
         config, todo = group[0][0].config, [run for run in runs if not run.is_done]
         for steps in sorted({run.steps_left for run in todo}):
             now = [run for run in todo if run.steps_left == steps]
@@ -85,17 +88,15 @@ def naming(plan: Plan) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _opened(plan: Plan, folder: pathlib.Path, again: bool) -> Iterator[_FolderRun]:
+def _opened(run: _FolderRun) -> Iterator[_FolderRun]:
     """A run in its folder; how it ends is noted there, however it ends."""
-    checkpoint = plan.config.get("checkpoint", {})
-    directory = Directory(folder, checkpoint.get("keep", 2), checkpoint.get("every", 1))
-    run = _FolderRun(plan, directory, again)
-    try:
+    if not run.is_done:
         run.open()
+    try:
         yield run
     except BaseException as error:
-        if not run.is_done and directory.manifest():
-            directory.note(status="interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+        if not run.is_done:
+            run.directory.note(status="interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
         raise
     finally:
         run.close()
@@ -104,21 +105,23 @@ def _opened(plan: Plan, folder: pathlib.Path, again: bool) -> Iterator[_FolderRu
 class _FolderRun:
     """One run between its opening and its outcome."""
 
-    def __init__(self, plan: Plan, directory: Directory, again: bool) -> None:
-        self.plan, self.directory, self.again = plan, directory, again
-        self.is_done = not again and directory.is_done(plan)
+    def __init__(self, plan: Plan, folder: pathlib.Path, again: bool) -> None:
+        checkpoint = plan.config.get("checkpoint", {})
+        self.plan, self.again = plan, again
+        self.directory = Directory(folder, checkpoint.get("keep", 2), checkpoint.get("every", 1))
+        self.is_done = not again and self.directory.is_done(plan)
         self.loggers: list[Logger] = []
-        if not self.is_done:  # before anything is written: a mistake leaves no folder behind
+        if not self.is_done:
             self.built: Built = build(plan)
+            with naming(plan):
+                check_loggers(plan.config.get("loggers", ()))
 
     def open(self) -> None:
-        if self.is_done:
-            return
-        names = self.plan.config.get("loggers", ())
+        """Make the folder ready; from here on it is this run's."""
         with naming(self.plan):
-            check_loggers(names)
             self.start = self.directory.begin(self.plan, again=self.again)
             self.directory.note(clients=self.built.clients.n)
+            names = self.plan.config.get("loggers", ())
             self.loggers = open_loggers(names, self.directory.path, self.plan.folder)
 
     @property

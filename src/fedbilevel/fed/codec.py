@@ -40,7 +40,8 @@ class Dense(Codec):
 def check_entries(k: Any) -> None:
     """Raise an error that explains unless k is a number of entries, or a share of them."""
     is_number = isinstance(k, int | float | np.integer | np.floating) and not isinstance(k, bool)
-    if not is_number or not (0 < k < 1 or (k >= 1 and math.isfinite(k) and k == int(k))):
+    whole = is_number and isinstance(k, int | np.integer) and k >= 1
+    if not whole and not (is_number and 0 < k < 1):
         raise ValueError(f"k is {k!r}; it must be a whole number of at least 1, or a share in (0, 1)")
 
 

@@ -49,7 +49,8 @@ class CommFedBiO(Algorithm[Compressed]):
         x ← x − η mean (∇_x f_i − J_i u)
 
     C keeps the k entries of largest magnitude. u and the memories e_i go on from step to step; they start
-    at zero.
+    at zero. With k below the number of entries the fixed point is exact only where clients are alike; else
+    it is off in proportion to the step sizes.
 
     Args:
         upper_lr: η, step size for x; a number or an optax schedule.
@@ -63,8 +64,8 @@ class CommFedBiO(Algorithm[Compressed]):
     Cost a step and client: Q + 2 exchanges; `d_x + (Q + 3)d_y` scalars down, `d_x + d_y` and Q times k
     values and positions up.
 
-    Reference: J. Li, F. Huang, H. Huang, Local stochastic bilevel optimization with momentum-based variance
-    reduction, 2022.
+    Reference: J. Li, J. Pei, H. Huang, Communication-efficient robust federated learning with noisy labels,
+    KDD 2022.
     """
 
     upper_lr: Rate = eqx.field(converter=rate)
