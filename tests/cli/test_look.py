@@ -156,10 +156,10 @@ def test_shells_can_complete() -> None:
 
 def test_the_demonstration_can_be_read(tmp_path: Any) -> None:
     text = importlib.resources.files("fedbilevel.experiment").joinpath("demo.toml").read_text()
-    assert {plan.variant for plan in plans(write(tmp_path, text))} == {"untuned", "LFedNest", "FedNest"}
+    assert {plan.variant for plan in plans(write(tmp_path, text))} == {"not tuned", "LFedNest", "FedNest"}
 
 
 def test_the_demonstration_says_what_it_found() -> None:
-    ends = {"untuned": 0.5, "LFedNest": 0.625, "FedNest": 0.75}
+    ends = {"not tuned": 0.5, "LFedNest": 0.625, "FedNest": 0.75}
     runs = [run(name, 0, [0.1, end], (1, 1, 1), metric="balanced_accuracy") for name, end in ends.items()]
     assert re.findall(r"[\d.]+%", finding(compare(runs))) == ["50.0%", "75.0%", "62.5%"]

@@ -157,3 +157,14 @@ def test_data_that_do_not_fit_are_refused_with_a_reason(case: str) -> None:
     build, message = REFUSED[case]
     with pytest.raises(DataError, match=message):
         build()
+
+
+def test_test_data_are_all_samples_whatever_the_batches() -> None:
+    """Metrics of a client are of all of its samples; only training sees minibatches."""
+    clients = Clients([np.arange(6.0), np.arange(9.0)], batch_size=2)
+    for these in (clients, clients.whole(), clients.only(1)):
+        assert these.test.batch_size is None
+    own = clients.only(1)
+    assert own.test.flat is own.upper.flat, "no second copy"
+    assert own.test.batch(0, jax.random.key(0)).samples.tolist() == list(range(9))
+    assert own.upper.batch_size == 2

@@ -52,7 +52,7 @@ def test_clients_see_inputs_with_their_labels() -> None:
 def test_without_a_split_both_levels_share_the_samples() -> None:
     clients = federate(MINE, Iid(3))
     assert clients.upper is clients.lower
-    assert clients.test is clients.upper
+    assert clients.test.rows is clients.upper.rows
     only_test = federate(MINE, Iid(3), split=Split(0.0, test=0.5))
     assert only_test.upper is only_test.lower
     assert [len(part) for part in rows(only_test.test)] == [40, 40, 40]

@@ -59,11 +59,11 @@ def test_a_running_folder_can_be_read(tmp_path: Any) -> None:
 
 
 def test_seconds_go_on_from_where_they_were(tmp_path: Any) -> None:
-    fill(Directory(tmp_path / "run"), plan(tmp_path))
+    fill(Directory(tmp_path / "run"), plan(tmp_path, steps=20))
     lines = [json.loads(line) for line in (tmp_path / "run" / "history.jsonl").read_text().splitlines()]
     text = "".join(json.dumps(line | {"seconds": 1000.0 + line["step"]}) + "\n" for line in lines)
     (tmp_path / "run" / "history.jsonl").write_text(text)
-    fill(Directory(tmp_path / "run"), plan(tmp_path), steps=2)
+    fill(Directory(tmp_path / "run"), plan(tmp_path, steps=20), steps=2)
     seconds = read_run(tmp_path / "run").rows.column("seconds")
     assert seconds[:6].tolist() == [1000.0 + step for step in range(0, 11, 2)]
     assert 1010.0 <= seconds[6] < 1100

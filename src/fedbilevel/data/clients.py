@@ -101,10 +101,9 @@ class Clients(eqx.Module):
 
     def only(self, client: int) -> Clients:
         """One client's own data, with the draws it makes in the whole federation."""
-        own = {
-            id(s): _only(s, client) for s in (self.lower, self.upper, self.test)
-        }  # shared ones stay shared
-        lower, upper, test = (own[id(s)] for s in (self.lower, self.upper, self.test))
+        levels = (self.lower, self.upper, self.test)
+        own = {id(level.start): _only(level, client) for level in levels}  # what levels share is copied once
+        lower, upper, test = (_batched(own[id(level.start)], level.batch_size) for level in levels)
         return Clients(lower, upper, test=test)
 
 

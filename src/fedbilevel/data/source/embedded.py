@@ -57,5 +57,5 @@ def content_hash(columns: dict[str, npt.NDArray[Any]]) -> str:
     return digest.hexdigest()
 
 
-def _table(images: npt.NDArray[Any], labels: npt.NDArray[Any], top: float = 255) -> Table:
+def _table(images: npt.NDArray[Any], labels: npt.NDArray[Any], top: int | float = 255) -> Table:
     return {"inputs": as_images(images, top), "labels": labels.astype(np.int32)}

@@ -36,7 +36,7 @@ class Roles:
 
     length: int = 80
     stride: int = 10
-    training: float = 0.8
+    training: int | float = 0.8
 
     def __call__(self, path: pathlib.Path) -> Dataset:
         """The data set of one file."""
