@@ -96,5 +96,6 @@ CASES = {
     "MRBO": Case(bilevel, lambda: fb.MRBO(**THREE, terms=2), variant=True),
     "CommFedBiO": Case(bilevel_batches, lambda: fb.CommFedBiO(**THREE, topk=2, terms=2, cohort=2)),
     "StocBiO": Case(bilevel, lambda: fb.StocBiO(**SERIES, lower_steps=2), variant=True),
+    "QFFL": Case(bilevel, lambda: fb.QFFL(0.05, q=1.0, steps=2), variant=True),
     "every-verb": Case(bilevel, lambda: EveryVerb(0.1, cohort=2)),
 }
