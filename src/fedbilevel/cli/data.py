@@ -62,13 +62,15 @@ def describe_data(
     changes = dict(parsed(text) for text in change or ())
     if dir is not None:
         changes["dir"] = str(dir)
-    for title, table in _tables(source, changes, preset):
+    tables = _tables(source, changes, preset)
+    for number, (title, table) in enumerate(tables, start=1):
         dataset, clients = data_of(table)
         statistics = describe(clients, dataset.classes)
         show(f"{title}\n{statistics}")
         if picture is not None:
-            statistics.draw(picture)
-            remark(f"Picture: {picture}")
+            own = picture if len(tables) == 1 else picture.with_stem(f"{picture.stem}-{number}")
+            statistics.draw(own)
+            remark(f"Picture of {title}: {own}")
 
 
 def _tables(

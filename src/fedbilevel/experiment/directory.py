@@ -95,7 +95,8 @@ class Directory:
                 f"{self.path} has a run of {start.steps} steps already, more than the {plan.config['steps']} "
                 "asked for. Ask for more, choose another folder with --out, or begin anew with --again."
             )
-        self._warn_of_versions(earlier, plan)
+        if start is not None:
+            self._warn_of_versions(earlier, plan)
         self.path.mkdir(parents=True, exist_ok=True)
         self._write("config.toml", plan.toml())
         self.note(**_facts(plan), status="running")
