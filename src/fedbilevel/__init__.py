@@ -6,10 +6,12 @@ A run is one call:
     result.x, result.y, result.history, result.ledger
 """
 
-from fedbilevel import adjoint, algorithm, data, engine, fed, local, problem, tree
+from fedbilevel import adjoint, algorithm, data, engine, fed, local, problem, theory, tree
 from fedbilevel.algorithm import (
     MRBO,
+    PDBO,
     QFFL,
+    SGP,
     CommFedBiO,
     FedAvg,
     FedAvgS,
@@ -27,7 +29,8 @@ from fedbilevel.algorithm import (
 from fedbilevel.data import Clients
 from fedbilevel.engine import Process, Simulator, simulate
 from fedbilevel.experiment import Best, Diagnosis, Job, Result, diagnose, load, solve, sweep
-from fedbilevel.fed import Ledger
+from fedbilevel.fed import Ledger, links
+from fedbilevel.local import SGD, Adam, PerBlock
 from fedbilevel.problem import (
     MLP,
     AgnosticClients,
@@ -55,7 +58,11 @@ __version__ = "0.1.0"
 __all__ = [
     "MLP",
     "MRBO",
+    "PDBO",
     "QFFL",
+    "SGD",
+    "SGP",
+    "Adam",
     "AgnosticClients",
     "Best",
     "Box",
@@ -83,6 +90,7 @@ __all__ = [
     "Ledger",
     "Linear",
     "LossTuning",
+    "PerBlock",
     "Positive",
     "Problem",
     "Process",
@@ -99,6 +107,7 @@ __all__ = [
     "diagnose",
     "engine",
     "fed",
+    "links",
     "load",
     "local",
     "minimax",
@@ -107,5 +116,6 @@ __all__ = [
     "single_level",
     "solve",
     "sweep",
+    "theory",
     "tree",
 ]

@@ -1,9 +1,22 @@
-"""Solvers of the adjoint system `H u = ∇_y f`, usable on the server and on a client alike."""
+"""Solvers of the adjoint system `H u = ∇_y f`: on the server, on a client, or between neighbours."""
 
 from fedbilevel.adjoint.base import Adjoint, Solved
 from fedbilevel.adjoint.cg import ConjugateGradients
 from fedbilevel.adjoint.hypergradient import own_hypergradient
 from fedbilevel.adjoint.neumann import Neumann
 from fedbilevel.adjoint.one_step import OneStep
+from fedbilevel.adjoint.push import HGP, VRHGP, Equilibrium, PushAdjoint, RecurrentBackpropagation
 
-__all__ = ["Adjoint", "ConjugateGradients", "Neumann", "OneStep", "Solved", "own_hypergradient"]
+__all__ = [
+    "HGP",
+    "VRHGP",
+    "Adjoint",
+    "ConjugateGradients",
+    "Equilibrium",
+    "Neumann",
+    "OneStep",
+    "PushAdjoint",
+    "RecurrentBackpropagation",
+    "Solved",
+    "own_hypergradient",
+]

@@ -8,10 +8,16 @@ from fedbilevel.algorithm.baseline.qffl import QFFL
 from fedbilevel.algorithm.fedbio import FedBiO, FedBiOLocal
 from fedbilevel.algorithm.fedbioacc import FedBiOAcc, FedBiOAccLocal
 from fedbilevel.algorithm.fednest import FedNest, FedNestSGD, LFedNest, LFedNestNonAlt, LFedNestSVRG
+from fedbilevel.algorithm.iterated import ITD
+from fedbilevel.algorithm.pdbo import PDBO
+from fedbilevel.algorithm.sgp import SGP
 
 __all__ = [
+    "ITD",
     "MRBO",
+    "PDBO",
     "QFFL",
+    "SGP",
     "Algorithm",
     "CommFedBiO",
     "FedAvg",

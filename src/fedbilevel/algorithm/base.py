@@ -63,6 +63,10 @@ class Algorithm(eqx.Module, Generic[State]):
     def solution(self, state: State) -> tuple[PyTree, PyTree]:
         """The variables `(x, y)` of a state."""
 
+    def among(self, n: int) -> Any:
+        """This algorithm for n clients: with what depends on their number made, and checked."""
+        return self
+
     def at(self, time: Any) -> Any:
         """This algorithm with every schedule replaced by its value at step `time`."""
         return jax.tree.map(

@@ -14,11 +14,12 @@ from typing import Any
 
 import optax
 
-from fedbilevel import algorithm, problem
+from fedbilevel import adjoint, algorithm, local, problem
 from fedbilevel.data import partition, split
 from fedbilevel.data.source import SOURCES
 from fedbilevel.experiment.best import Best
 from fedbilevel.experiment.engines import ENGINES
+from fedbilevel.fed import links
 from fedbilevel.portable import PortableError, imported
 from fedbilevel.problem import cleaning, convolution, fairness, few_shot, loss_tuning, model, representation
 
@@ -65,6 +66,8 @@ ALGORITHMS: Mapping[str, Factory] = {
     "FedAvg": algorithm.FedAvg,
     "FedAvgS": algorithm.FedAvgS,
     "QFFL": algorithm.QFFL,
+    "SGP": algorithm.SGP,
+    "PDBO": algorithm.PDBO,
 }
 
 PROBLEMS: Mapping[str, Factory] = {
@@ -112,6 +115,23 @@ SCHEDULES: Mapping[str, Factory] = {
     )
 } | {"piecewise_constant_schedule": _piecewise_constant}
 
+LINKS: Mapping[str, Factory] = {
+    "Complete": links.Complete,
+    "Ring": links.Ring,
+    "ErdosRenyi": links.ErdosRenyi,
+    "Stochastic": links.Stochastic,
+    "Given": links.Given,
+}
+
+OPTIMIZERS: Mapping[str, Factory] = {"Adam": local.Adam, "SGD": local.SGD, "PerBlock": local.PerBlock}
+
+ADJOINTS: Mapping[str, Factory] = {
+    "HGP": adjoint.HGP,
+    "VRHGP": adjoint.VRHGP,
+    "RecurrentBackpropagation": adjoint.RecurrentBackpropagation,
+    "ITD": algorithm.ITD,
+}
+
 PARTS: Mapping[str, Factory] = {
     "Split": split.Split,
     "LongTail": split.LongTail,
@@ -122,12 +142,14 @@ PARTS: Mapping[str, Factory] = {
 INSIDE: Mapping[str, Mapping[str, Factory]] = {
     "partition": PARTITIONS,
     "constraint": CONSTRAINTS,
+    "links": LINKS,
+    "adjoint": ADJOINTS,
     **dict.fromkeys(("model", "backbone", "head"), MODELS),
     **dict.fromkeys(("lr", "upper_lr", "lower_lr", "adjoint_lr"), SCHEDULES),
 }
 """What the table of a certain name inside another one may be."""
 
-NESTED: Mapping[str, Factory] = {**MODELS, **PARTITIONS, **CONSTRAINTS, **SCHEDULES, **PARTS}
+NESTED: Mapping[str, Factory] = {**MODELS, **PARTITIONS, **CONSTRAINTS, **SCHEDULES, **OPTIMIZERS, **PARTS}
 """What any other table inside a table may be."""
 
 GROUPS: Mapping[str, Mapping[str, Any]] = {
@@ -139,6 +161,9 @@ GROUPS: Mapping[str, Mapping[str, Any]] = {
     "engines": ENGINES,
     "schedules": SCHEDULES,
     "constraints": CONSTRAINTS,
+    "links": LINKS,
+    "optimizers": OPTIMIZERS,
+    "adjoints": ADJOINTS,
     "parts": PARTS,
 }
 """What `fedbilevel list` shows."""

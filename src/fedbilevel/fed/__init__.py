@@ -4,7 +4,7 @@ from fedbilevel.fed.codec import Codec, Dense, TopK
 from fedbilevel.fed.cohort import Cohort
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.ledger import Ledger, UncountedWorkError
-from fedbilevel.fed.links import Complete, Given, Links
+from fedbilevel.fed.links import Complete, Given, Links, Network
 from fedbilevel.fed.loop import repeat
 from fedbilevel.fed.place import At, Kept, PlacementError, Published
 from fedbilevel.fed.program import Program, ProgramError
@@ -20,6 +20,7 @@ __all__ = [
     "Kept",
     "Ledger",
     "Links",
+    "Network",
     "PlacementError",
     "Program",
     "ProgramError",

@@ -15,7 +15,7 @@ import numpy as np
 
 from fedbilevel.fed.codec import Codec, Encode, Feedback
 from fedbilevel.fed.ledger import ROUND, Entry, count
-from fedbilevel.fed.links import Links, edges
+from fedbilevel.fed.network import Links, edges
 from fedbilevel.fed.place import At, Kept, PlacementError, Published
 from fedbilevel.fed.program import Program, check_program
 from fedbilevel.tree import PyTree, nbytes
@@ -136,18 +136,55 @@ class Cohort(abc.ABC):
 
     # -------------------------------------------------------------- sideways
 
-    def push(self, value: At, links: Links, label: str, *, key: jax.Array | None = None) -> At:
+    def push(
+        self,
+        value: At,
+        links: Links,
+        label: str,
+        *,
+        key: jax.Array | None = None,
+        time: Any = 0,
+        receive: At | None = None,
+    ) -> At:
         """Client to client: `out_i = Σ_j W_ij in_j`. Books a message an edge, one round.
 
         A client that has no value sends nothing: its column of W is as good as zero. A random network
         draws its weights from `key`, which must then be a new one in every round.
+
+        Args:
+            value: what is sent.
+            links: who hears whom.
+            label: the name of its line in the ledger.
+            key: draws the links.
+            time: the number of the exchange, for links that follow a schedule.
+            receive: `(n,)` at every client: weights of its own for what it receives, in the place of the
+                sender's; absent links stay absent.
         """
         self._check_mine(value)
-        weights = links.weights(jax.random.key(0) if key is None else key, self.size)
-        mixed, message, senders = self._push(value, weights)
+        weights = self._weights(links, key, time)
+        given = None if receive is None else self._own_weights(receive)
+        mixed, message, senders = self._push(value, _of_receiver(weights, given))
         count(Entry("edge", label, message), edges(weights * senders))
         count(ROUND)
         return self._own(mixed)
+
+    def witnessed(self, links: Links, *, key: jax.Array | None = None, time: Any = 0) -> At:
+        """What every client sees of a push: `{"sent": (n,)}`, the weights it gave, `{"heard": (n,)}`, who
+        came.
+
+        Costs nothing: a sender knows what it sends, a receiver from whom it got something.
+        """
+        weights = self._weights(links, key, time)
+        heard = (weights != 0).astype(weights.dtype)
+        return self._own(self._deal({"sent": weights.T, "heard": heard}))
+
+    def _weights(self, links: Links, key: jax.Array | None, time: Any) -> jax.Array:
+        return links.weights(jax.random.key(0) if key is None else key, self.size, time)
+
+    def _own_weights(self, receive: At) -> jax.Array:
+        self._check_mine(receive)
+        rows: jax.Array = self._gather(receive)[0]
+        return rows
 
     # ----------------------------------------------------------------- rules
 
@@ -201,6 +238,10 @@ def _average(rows: Any, weights: Any) -> jax.Array:
     shares = jnp.asarray(weights, float) / jnp.sum(weights)
     rows = rows if jnp.issubdtype(rows.dtype, jnp.inexact) else rows.astype(float)
     return jnp.tensordot(shares.astype(rows.dtype), rows, axes=1)
+
+
+def _of_receiver(weights: jax.Array, given: jax.Array | None) -> jax.Array:
+    return weights if given is None else jnp.where(weights != 0, given, 0).astype(weights.dtype)
 
 
 def _row_bytes(stacked: PyTree) -> int:

@@ -103,6 +103,33 @@ class Client:
         self._count(batch, "g_xy", "g_yy")
         return jax.grad(lambda xy: self._slope(xy[0], xy[1], v, batch))((x, y))
 
+    def g_xy_each(self, x: PyTree, y: PyTree, vectors: PyTree, batch: Batch) -> PyTree:
+        """`J_i v` for every v of a stack with two leading axes; they share the work at `(x, y)`."""
+        self._count(batch, *("g_xy",) * _many(vectors))
+        return _each(jax.grad(self._slope), x, y, vectors, batch)
+
+    def g_yy_each(self, x: PyTree, y: PyTree, vectors: PyTree, batch: Batch) -> PyTree:
+        """`H_i v` for every v of a stack with two leading axes; they share the work at `(x, y)`."""
+        self._count(batch, *("g_yy",) * _many(vectors))
+        return _each(jax.grad(self._slope, argnums=1), x, y, vectors, batch)
+
+    def g_yx_each(self, x: PyTree, y: PyTree, directions: PyTree, batch: Batch) -> PyTree:
+        """`∂_x ∇_y g_i · d`, like y, for every d, like x, of a stack with one leading axis; counted as
+        g_xy.
+        """
+        self._count(batch, *("g_xy",) * jax.tree.leaves(directions)[0].shape[0])
+
+        def along(d: PyTree) -> PyTree:
+            return jax.jvp(lambda x: self._g_y(x, y, batch), (x,), (d,))[1]
+
+        return jax.vmap(along)(directions)
+
+    def g_xy_and_yy_each(self, x: PyTree, y: PyTree, vectors: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
+        """`(J_i v, H_i v)` for every v of a stack with two leading axes; they share the work at `(x, y)`."""
+        self._count(batch, *("g_xy", "g_yy") * _many(vectors))
+        both: tuple[PyTree, PyTree] = _each(jax.grad(self._slope, argnums=(0, 1)), x, y, vectors, batch)
+        return both
+
     def _g_y(self, x: PyTree, y: PyTree, batch: Batch) -> PyTree:
         return jax.grad(lambda y: objective(self.problem, "lower", x, y, batch))(y)
 
@@ -117,3 +144,13 @@ class Client:
             count(Entry("samples", "", batch.count))
         else:
             count(Entry("samples"), batch.count)
+
+
+def _many(vectors: PyTree) -> int:
+    """How many vectors a stack with two leading axes has."""
+    rows, columns = jax.tree.leaves(vectors)[0].shape[:2]
+    return int(rows * columns)
+
+
+def _each(product: Any, x: PyTree, y: PyTree, vectors: PyTree, batch: Batch) -> PyTree:
+    return jax.vmap(jax.vmap(lambda v: product(x, y, v, batch)))(vectors)

@@ -1,0 +1,129 @@
+"""Hypergradients over a network: what a node computes between two exchanges of adjoints.
+
+The lower level is an iteration z ← P φ(z) + ψ(z) over the network; with the gradient step before sending
+(φ = z − α∇_y g(z/w), ψ = 0) or after receiving (φ = z, ψ = −α∇_y g(z/w)). If m is what a node receives of its
+neighbours' adjoints u, the transposed derivative is, in both cases,
+
+    u ← m − (α/w) H q,    v ← v − α J q,    q = m (before) or the node's own u (after).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+
+from fedbilevel.fed.program import Program
+from fedbilevel.problem.oracle import Client
+from fedbilevel.tree import PyTree, add, row, scale, step
+
+When: TypeAlias = Literal["before", "after"]
+"""Whether a node makes its gradient step before it sends, or after it has received."""
+
+Outer: TypeAlias = Literal["global", "own", "local"]
+"""Whose outer cost: the mean over nodes, the node's own, or its own as if it had no neighbours."""
+
+
+class AdjointStart(Program):
+    """`(x, y, w) ↦ (direct, c)`: the direct gradient, like x, and `∇_z F = ∇_y f/w`, one row a target.
+
+    For the mean cost there is one target and both are divided by n. For every node's own cost there are n,
+    and a node starts with its own row only.
+    """
+
+    outer: Outer = eqx.field(static=True)
+    nodes: int = eqx.field(static=True)
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        x, y, w = values
+        f_x, f_y = me.f_x_and_y(x, y, me.batch("upper", me.key))
+        if self.outer == "own":
+            mine = (jnp.arange(self.nodes) == me.id).astype(w.dtype)
+            return f_x, jax.tree.map(lambda leaf: jnp.multiply.outer(mine.astype(leaf.dtype), leaf / w), f_y)
+        share = 1 / self.nodes if self.outer == "global" else 1.0
+        return scale(share, f_x), jax.tree.map(lambda leaf: share * leaf[None] / w, f_y)
+
+
+class Backward(Program):
+    """`(x, y, w, v, vectors, received) ↦ (v, vectors)`: one step of the adjoint recursion.
+
+    `vectors` has leading axes (kinds, targets): kinds are u, or u and w̃ where variance is reduced,
+
+        v ← a v − α J(a q_u + (1 − a) q_w̃)
+        u ← Âu
+        w̃ ← b (Âw̃ + c) + (1 − b)(w̃ + u)
+
+    with Âu = m − (α/w) H q. With (a, b) = (1, 0) it is the plain recursion, and w̃ is not carried.
+
+    Args:
+        lr: α, the step size of the lower level.
+        keep: a.
+        renew: b.
+        when: where the lower level's gradient step is.
+        fresh: a batch of its own for J, and `received` of its own: then the last value.
+    """
+
+    lr: Any
+    keep: Any
+    renew: Any
+    when: When = eqx.field(static=True)
+    fresh: bool = eqx.field(static=True, default=False)
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        x, y, w, v, vectors, c, received, again = values
+        q = received if self.when == "before" else vectors
+        jq, hq = self._products(me, (x, y), q, again if self.when == "before" else vectors)
+        moved = step(received, self.lr / w, hq)
+        return self._mixed_v(v, jq), self._mixed(vectors, moved, c)
+
+    def _products(
+        self, me: Client, at: tuple[PyTree, PyTree], q: PyTree, q_v: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        """`J q` and `H q` for every vector: in one pass over one batch, or each on a batch of its own."""
+        if not self.fresh:
+            return me.g_xy_and_yy_each(*at, q, me.batch("lower", me.key))
+        k_v, k_u = jr.split(me.key)
+        jq = me.g_xy_each(*at, q_v, me.batch("lower", k_v))
+        return jq, me.g_yy_each(*at, q, me.batch("lower", k_u))
+
+    def _mixed_v(self, v: PyTree, jq: PyTree) -> PyTree:
+        change = row(jq, 0)
+        if self._kinds(jq) == 2:
+            change = add(scale(self.keep, change), scale(1 - self.keep, row(jq, 1)))
+        return step(scale(self.keep, v), self.lr, change)
+
+    def _mixed(self, vectors: PyTree, moved: PyTree, c: PyTree) -> PyTree:
+        u = row(moved, 0)
+        if self._kinds(moved) == 1:
+            return moved
+        anew, longer = add(row(moved, 1), c), add(row(vectors, 1), u)
+        w = add(scale(self.renew, anew), scale(1 - self.renew, longer))
+        return jax.tree.map(lambda a, b: jnp.stack([a, b]), u, w)
+
+    def _kinds(self, tree: PyTree) -> int:
+        return int(jax.tree.leaves(tree)[0].shape[0])
+
+
+class Begun(Program):
+    """`(x, c) ↦ (v, vectors)` before the first step: v = 0, u = w̃ = c."""
+
+    kinds: int = eqx.field(static=True)
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        x, c = values
+        targets = jax.tree.leaves(c)[0].shape[0]
+        v = jax.tree.map(lambda leaf: jnp.zeros((targets, *leaf.shape), leaf.dtype), x)
+        return v, jax.tree.map(lambda leaf: jnp.stack([leaf] * self.kinds), c)
+
+
+class Total(Program):
+    """`(direct, v) ↦ direct + v`, of this node's own target where there are several."""
+
+    outer: Outer = eqx.field(static=True)
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        direct, v = values
+        return add(direct, row(v, me.id if self.outer == "own" else 0))

@@ -1,0 +1,170 @@
+"""Hypergradients by messages between neighbours: HGP, VR-HGP and exact recurrent backpropagation.
+
+At the stationary point of the lower level's iteration over the network, with A and B the transposed
+derivatives of that iteration in z and x (means over the random links), the hypergradient is `c_x + B (I −
+A)⁻¹ c`. Its series needs what node i sent to j to come back from j to i. Hypergradient push takes instead
+what i receives, and divides by how often it does: over directed links too, the mean is right.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.random as jr
+import numpy as np
+import numpy.typing as npt
+
+from fedbilevel.adjoint.backward import AdjointStart, Backward, Begun, Outer, Total, When
+from fedbilevel.fed.federation import Federation
+from fedbilevel.fed.network import Links, Network, Reversed, check_both_ways, check_undirected
+from fedbilevel.fed.place import At
+
+Matrix = npt.NDArray[Any]
+
+
+class Equilibrium(NamedTuple):
+    """Where the lower level has come to rest, at the nodes, and how its iteration got there.
+
+    Attributes:
+        x, y, w: upper variable, debiased lower variable `z/w`, push-sum weight of every node.
+        receive: `(n,)` at every node: `p̄_ij/δ̄_{j→i}`, its weights for what it receives.
+        links: the network.
+        lr: α.
+        when: where the gradient step is.
+        time: the number of the next exchange.
+    """
+
+    x: At
+    y: At
+    w: At
+    receive: At
+    links: Links
+    lr: Any
+    when: When
+    time: Any = 0
+
+
+class PushAdjoint(eqx.Module):
+    """The recursion of hypergradient push: `HGP`, `VRHGP` and `RecurrentBackpropagation` make one.
+
+        v ← a (v + B̂u) + (1 − a) B̂w̃
+        u' ← Âu
+        w̃ ← b (Âw̃ + c) + (1 − b)(w̃ + u') ;  u ← u'            v = 0, u = w̃ = c at first
+
+    and the hypergradient is v and the direct gradient. (a, b) = (1, 0) is HGP, where only u is sent.
+
+    Args:
+        terms: M, how many rounds.
+        alpha, beta: a and b.
+        edges: "shared": one draw of links and one batch for both lines of a round; "independent": one each,
+            as the theory has it. Both are unbiased. Where the lower level steps after receiving, the
+            first line needs no messages.
+        outer: whose cost is differentiated by x_i: the "global" mean over nodes; the node's "own" (n times
+            the traffic); or its own as if it had no neighbours, "local", without traffic. The last two are
+            for comparison: they do not descend on the mean cost.
+        back: "debiased": what arrives, weighed by the receiver (needs links both ways); "reversed": the
+            sender's weights of the opposite link (needs undirected links, exact where these are fixed).
+
+    Cost a node and round: one g_xy and g_yy each (VR-HGP: two), on one batch if shared; a message of d_y
+    scalars (VR-HGP: 2d_y) a link.
+
+    Reference: N. Terashita, S. Hara, Personalized decentralized bilevel optimization over random and directed
+    networks, 2022, algorithms 4 and 5 (with w in line 22 of the latter, and v starting from zero).
+    """
+
+    terms: int = eqx.field(static=True)
+    alpha: Any = 1.0
+    beta: Any = 0.0
+    edges: Literal["shared", "independent"] = eqx.field(static=True, default="shared")
+    outer: Outer = eqx.field(static=True, default="global")
+    back: Literal["debiased", "reversed"] = eqx.field(static=True, default="debiased")
+    reduced: bool = eqx.field(static=True, default=False)
+
+    def __check_init__(self) -> None:
+        if self.terms < 0:
+            raise ValueError(f"terms is {self.terms}; it must be at least 0")
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {allowed}")
+
+    def check(self, network: Network) -> None:
+        """Raise an error that explains if the recursion cannot run over these links."""
+        if self.outer != "local":
+            (check_undirected if self.back == "reversed" else check_both_ways)(network)
+
+    def hypergradient(self, fed: Federation, at: Equilibrium, key: jax.Array) -> At:
+        """The hypergradient in its own x, at every node."""
+        everyone = fed.everyone
+        k_start, k_rounds = jr.split(key)
+        start = everyone.run(AdjointStart(self.outer, fed.n), at.x, at.y, at.w, key=k_start)
+        begun = everyone.run(Begun(2 if self.reduced else 1), at.x, start[1], key=key)
+
+        def body(index: Any, carry: tuple[At, At]) -> tuple[At, At]:
+            v, vectors = carry
+            k_run, k_links, k_again = jr.split(jr.fold_in(k_rounds, index), 3)
+            received = self._received(fed, at, vectors, at.time + index, k_links)
+            again = (
+                self._received(fed, at, vectors, at.time + index, k_again) if self._twice(at) else received
+            )
+            out = everyone.run(self._program(at), *at[:3], v, vectors, start[1], received, again, key=k_run)
+            return out[0], out[1]
+
+        v, _ = fed.loop(self.terms, body, (begun[0], begun[1]))
+        return everyone.run(Total(self.outer), start[0], v, key=key)
+
+    def _program(self, at: Equilibrium) -> Backward:
+        return Backward(at.lr, self.alpha, self.beta, at.when, self.edges == "independent")
+
+    def _twice(self, at: Equilibrium) -> bool:
+        return self.edges == "independent" and at.when == "before" and self.outer != "local"
+
+    def _received(self, fed: Federation, at: Equilibrium, vectors: At, time: Any, key: jax.Array) -> At:
+        if self.outer == "local":
+            return vectors
+        if self.back == "reversed":
+            return fed.everyone.push(vectors, Reversed(at.links), "u", key=key, time=time)
+        return fed.everyone.push(vectors, at.links, "u", key=key, time=time, receive=at.receive)
+
+
+_CHOICES = {
+    "edges": ("shared", "independent"),
+    "outer": ("global", "own", "local"),
+    "back": ("debiased", "reversed"),
+}
+
+
+def HGP(terms: int, **options: Any) -> PushAdjoint:
+    """Hypergradient push: the plain recursion. Unbiased; over random links its variance does not fall with
+    M.
+    """
+    return PushAdjoint(terms, **options)
+
+
+def VRHGP(terms: int, alpha: float = 0.9, beta: float = 0.1, **options: Any) -> PushAdjoint:
+    """Hypergradient push with reduced variance, a mean of two estimates whose error falls with M.
+
+    Args:
+        terms: M.
+        alpha: how much of v is kept in a round, between 0 and 1.
+        beta: how much of w̃ is made anew in a round, between 0 and 1.
+        **options: as for `PushAdjoint`.
+    """
+    for name, value in (("alpha", alpha), ("beta", beta)):
+        if isinstance(value, int | float) and not 0 <= value <= 1:
+            raise ValueError(f"{name} is {value}; it must lie between 0 and 1")
+    return PushAdjoint(terms, alpha, beta, reduced=True, **options)
+
+
+def receiving_weights(network: Network) -> Matrix:
+    """`(n, n)`: `p̄_ij/δ̄_{j→i}`, what node i multiplies with what it receives from j; 0 where it never
+    hears j.
+    """
+    heard = network.heard()
+    return np.where(heard > 0, network.expected().T / np.where(heard > 0, heard, 1), 0.0)
+
+
+def RecurrentBackpropagation(terms: int, **options: Any) -> PushAdjoint:
+    """The exact recursion `u ← Aᵀ-step`, with messages sent back over the links: undirected ones only."""
+    return PushAdjoint(terms, back="reversed", **options)

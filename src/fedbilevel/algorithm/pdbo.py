@@ -1,0 +1,197 @@
+"""PDBO: personalised decentralised bilevel optimisation over random, directed networks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+
+from fedbilevel.adjoint.push import HGP, VRHGP, Equilibrium, receiving_weights
+from fedbilevel.algorithm.base import Algorithm, Info, Rate, rate
+from fedbilevel.algorithm.fedbio import copies
+from fedbilevel.algorithm.sgp import Lower, PushSum, first_lower, rates_of_steps
+from fedbilevel.fed.federation import Federation
+from fedbilevel.fed.links import Alone
+from fedbilevel.fed.network import Links, check_push_sum
+from fedbilevel.fed.place import At, Kept
+from fedbilevel.fed.program import Program
+from fedbilevel.local.optimizer import Optimizer, optimizer
+from fedbilevel.local.push_sum import Debiased, ReceivingWeights, Restart, Weighted, When
+from fedbilevel.local.work import check_count
+from fedbilevel.problem.oracle import Client
+from fedbilevel.tree import PyTree
+
+
+class Upper(NamedTuple):
+    """What nodes keep of the upper level: x, its push-sum weight, and the memory of the optimiser."""
+
+    x: Kept
+    w: Kept
+    memory: Kept
+
+
+class PersonalState(NamedTuple):
+    """Both levels at the nodes, and the number of exchanges so far."""
+
+    upper: Upper
+    lower: Lower
+    time: jax.Array
+
+
+class UpperStep(Program):
+    """`(x, h, memory) ↦ (x, memory)`: a step of the node's own optimiser along its hypergradient."""
+
+    rule: Optimizer
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        x, h, memory = values
+        x, memory = self.rule.step(x, h, memory)
+        return me.problem.constraint(x), memory
+
+
+class PDBO(Algorithm[PersonalState]):
+    """Every node tunes hyperparameters x_i of its own, for the mean outer cost of all; nobody is the server.
+
+        min over x_1..x_n of mean_i f_i(x_i, y_i) ,   y_i the consensus on argmin_y mean_i g_i(x_i, y)
+
+    A step: M rounds of hypergradient push at the point the lower level has reached; a step of every node's
+    optimiser on its x_i; T steps of stochastic gradient push under the new x. The start runs T steps under
+    x0, so the first row of a history is the network at the initial hyperparameters.
+
+    Args:
+        links: who hears whom (`fedbilevel.links`).
+        lower_lr: α of stochastic gradient push; a number, or an optax schedule of the INNER step.
+        lower_steps: T.
+        terms: M.
+        upper: the optimiser of x_i: one of `fedbilevel.Adam`, `SGD`, of optax, or a dict of these for the
+            blocks of x. (Transformations of optax are closures, which cannot be sent to another process.)
+        alpha, beta: of VR-HGP; None for both: plain HGP.
+        adjoint: another way to the hypergradient, in the place of `terms`, `alpha` and `beta`
+            (`adjoint.HGP`, `VRHGP`, `RecurrentBackpropagation`).
+        adjoint_lr: α in the recursion of the hypergradient; None: the first of `lower_lr`.
+        warm_start: go on from the last y, in the place of starting from y0 in every step.
+        when: whether nodes make their gradient step "before" they send or "after" they have received.
+        statistics: `p̄_ij/δ̄_{j→i}`, which correct for links that are rarely there: "estimated" by the nodes
+            while they push, "known" from the network, or `(n, n)` numbers of one's own.
+        consensus: agree on one x too, by push-sum after each step (CDBO).
+        local: every node solves its own lower level (with `consensus`: CDBO-Local).
+
+    Cost a step: `T + M` rounds; over every link that is present d_y + 1 scalars in T of them and d_y
+    (VR-HGP: 2d_y) in M; a node T calls of g_y, M (2M) of g_yy and g_xy, one of f_x and f_y. `consensus` adds
+    a round, d_x + 1.
+
+    Reference: N. Terashita, S. Hara, Personalized decentralized bilevel optimization over random and directed
+    networks, 2022.
+    """
+
+    links: Links
+    lower_lr: Rate = eqx.field(converter=rate)
+    lower_steps: int = eqx.field(static=True)
+    terms: int = eqx.field(static=True)
+    upper: Optimizer = eqx.field(converter=optimizer)
+    alpha: Any = 0.9
+    beta: Any = 0.1
+    adjoint: Any = None
+    adjoint_lr: Any = None
+    warm_start: bool = eqx.field(static=True, default=False)
+    when: When = eqx.field(static=True, default="after")
+    statistics: Any = "estimated"
+    consensus: bool = eqx.field(static=True, default=False)
+    local: bool = eqx.field(static=True, default=False)
+
+    def __check_init__(self) -> None:
+        check_count("lower_steps", self.lower_steps)
+        if isinstance(self.statistics, str) and self.statistics not in ("estimated", "known"):
+            raise ValueError(
+                f'statistics is {self.statistics!r}; it must be "estimated", "known" or a matrix'
+            )
+        if (self.alpha is None) != (self.beta is None):
+            raise ValueError(f"alpha is {self.alpha} and beta {self.beta}; give both, or None for both (HGP)")
+        PushSum(self.links, self.when)
+        self._adjoint()
+
+    def _adjoint(self) -> Any:
+        if self.adjoint is not None:
+            return self.adjoint
+        outer = {"outer": "local"} if self.local else {}
+        plain = self.alpha is None
+        return HGP(self.terms, **outer) if plain else VRHGP(self.terms, self.alpha, self.beta, **outer)
+
+    def among(self, n: int) -> PDBO:
+        network = self.links.network(n)
+        check_push_sum(network)
+        self._adjoint().check(network)
+        known = isinstance(self.statistics, str) and self.statistics == "known"  # an array has no truth value
+        statistics = receiving_weights(network) if known else self.statistics
+        return dataclasses.replace(self, links=network, statistics=statistics)
+
+    def at(self, time: Any) -> Any:
+        """A schedule of the inner step becomes the table of its values, which another process can read."""
+        rates = rates_of_steps(self.lower_lr, self.lower_steps)
+        return Algorithm.at(eqx.tree_at(lambda method: method.lower_lr, self, rates), time)
+
+    # ------------------------------------------------------------------ steps
+
+    def init(self, fed: Federation, key: jax.Array) -> PersonalState:
+        x0 = copies(fed.problem.constraint(fed.problem.x0), fed.n)
+        memory = jax.vmap(self.upper.init)(x0)
+        upper = Upper(fed.keep(x0), fed.keep(jnp.ones(fed.n)), fed.keep(memory))
+        lower = self._descended(fed, upper, first_lower(fed), jnp.zeros((), jnp.int32), key)
+        return PersonalState(upper, lower, jnp.asarray(self.lower_steps, jnp.int32))
+
+    def step(self, fed: Federation, state: PersonalState, key: jax.Array) -> tuple[PersonalState, Info]:
+        k_adjoint, k_upper, k_links, k_lower = jr.split(key, 4)
+        everyone, (x, _, memory) = fed.everyone, state.upper
+        h = self._adjoint().hypergradient(fed, self._reached(fed, state), k_adjoint)
+        out = everyone.run(UpperStep(self.upper), everyone.take(x), h, everyone.take(memory), key=k_upper)
+        upper = state.upper._replace(x=everyone.put(x, out[0]), memory=everyone.put(memory, out[1]))
+        if self.consensus:
+            upper = self._agreed(fed, upper, state.time, k_links)
+        start = state.lower if self.warm_start else _restarted(fed, state.lower)
+        time = state.time + self.terms
+        lower = self._descended(fed, upper, start, time, k_lower)
+        return PersonalState(upper, lower, time + self.lower_steps), {}
+
+    def solution(self, state: PersonalState) -> tuple[PyTree, PyTree]:
+        return state.upper.x, state.lower.y
+
+    # ------------------------------------------------------------------ parts
+
+    def _descended(self, fed: Federation, upper: Upper, start: Lower, time: Any, key: jax.Array) -> Lower:
+        links: Links = Alone() if self.local else self.links
+        rates = rates_of_steps(self.lower_lr, self.lower_steps)
+        return PushSum(links, self.when).run(fed, fed.everyone.take(upper.x), start, rates, key, time)
+
+    def _reached(self, fed: Federation, state: PersonalState) -> Equilibrium:
+        everyone = fed.everyone
+        x, y, w = everyone.take(state.upper.x), everyone.take(state.lower.y), everyone.take(state.lower.w)
+        lr = (
+            rates_of_steps(self.lower_lr, self.lower_steps)[0] if self.adjoint_lr is None else self.adjoint_lr
+        )
+        receive = self._receive(fed, state.lower)
+        return Equilibrium(x, y, w, receive, self.links, lr, self.when, state.time)
+
+    def _receive(self, fed: Federation, lower: Lower) -> At:
+        everyone = fed.everyone
+        if isinstance(self.statistics, str):
+            return everyone.run(ReceivingWeights(), everyone.take(lower.statistics), key=jr.key(0))
+        return everyone.take(fed.keep(self.statistics))
+
+    def _agreed(self, fed: Federation, upper: Upper, time: Any, key: jax.Array) -> Upper:
+        """x mixed with the neighbours': push-sum with a weight of its own."""
+        everyone = fed.everyone
+        weighted = everyone.run(Weighted(), everyone.take(upper.x), everyone.take(upper.w), key=key)
+        mixed = everyone.push(weighted, self.links, "x", key=key, time=time)
+        x = everyone.run(Debiased(), mixed[0], mixed[1], key=key)
+        return upper._replace(x=everyone.put(upper.x, x), w=everyone.put(upper.w, mixed[1]))
+
+
+def _restarted(fed: Federation, lower: Lower) -> Lower:
+    """y at y0 with weight one; what nodes know of the network stays."""
+    everyone = fed.everyone
+    begun = everyone.run(Restart(), everyone.take(lower.y), everyone.take(lower.w), key=jr.key(0))
+    return lower._replace(y=everyone.put(lower.y, begun[0]), w=everyone.put(lower.w, begun[1]))

@@ -1,0 +1,163 @@
+"""Stochastic gradient push: descent on the mean of g over a network of nodes, by messages to neighbours
+alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+
+from fedbilevel.algorithm.base import Algorithm, Info, Rate, rate
+from fedbilevel.algorithm.fedbio import copies
+from fedbilevel.fed.federation import Federation
+from fedbilevel.fed.network import Links, check_push_sum
+from fedbilevel.fed.place import At, Kept
+from fedbilevel.local.push_sum import Arrived, Debiased, Noted, Outgoing, Weighted, When
+from fedbilevel.local.work import check_count
+from fedbilevel.tree import PyTree
+
+
+class Pushed(NamedTuple):
+    """What nodes hold while they push: z, w, and what they have noted of the network."""
+
+    z: At
+    w: At
+    statistics: At
+
+
+class Lower(NamedTuple):
+    """What nodes keep of the lower level: `y = z/w`, w, and sums of what they sent and heard."""
+
+    y: Kept
+    w: Kept
+    statistics: Kept
+
+
+class Nodes(NamedTuple):
+    """The state of a method without server: every node's own, and the number of exchanges so far."""
+
+    x: Kept
+    lower: Lower
+    time: jax.Array
+
+
+class PushSum(eqx.Module):
+    """Steps of stochastic gradient push.
+
+    Args:
+        links: who hears whom.
+        when: "before": nodes send `z − α∇_y g_i(x_i, z/w)`; "after": they send z and then subtract
+            `α∇_y g_i` of the old point.
+    """
+
+    links: Links
+    when: When = eqx.field(static=True, default="after")
+
+    def __check_init__(self) -> None:
+        if self.when not in ("before", "after"):
+            raise ValueError(f'when is {self.when!r}; it must be "before" or "after"')
+
+    def exchange(
+        self, fed: Federation, x: At, z: At, w: At, lr: Any, time: Any, key: jax.Array
+    ) -> tuple[At, At]:
+        """One gradient step at every node and one exchange: the new z and w."""
+        everyone = fed.everyone
+        k_batch, k_links = step_keys(key)
+        out = everyone.run(Outgoing(lr, self.when), x, z, w, key=k_batch)
+        mixed = everyone.push(out[0], self.links, "z", key=k_links, time=time)
+        arrived = everyone.run(Arrived(self.when), mixed, out[1], key=key)
+        return arrived[0], arrived[1]
+
+    def step(self, fed: Federation, x: At, now: Pushed, lr: Any, time: Any, key: jax.Array) -> Pushed:
+        """An exchange, of which nodes note what they sent and whom they heard."""
+        z, w = self.exchange(fed, x, now.z, now.w, lr, time, key)
+        seen = fed.everyone.witnessed(self.links, key=step_keys(key)[1], time=time)
+        return Pushed(z, w, fed.everyone.run(Noted(), now.statistics, seen, key=key))
+
+    def run(self, fed: Federation, x: At, start: Lower, rates: Any, key: jax.Array, first: Any = 0) -> Lower:
+        """As many steps as there are `rates`, from what the nodes keep; the time of the first one is
+        `first`.
+        """
+        everyone = fed.everyone
+        y, w, statistics = (everyone.take(value) for value in start)
+        weighted = everyone.run(Weighted(), y, w, key=key)
+
+        def body(index: Any, now: Pushed) -> Pushed:
+            return self.step(fed, x, now, rates[index], first + index, jr.fold_in(key, index))
+
+        z, w, statistics = fed.loop(rates.shape[0], body, Pushed(weighted[0], weighted[1], statistics))
+        y = everyone.run(Debiased(), z, w, key=key)
+        return Lower(*(everyone.put(*pair) for pair in zip(start, (y, w, statistics), strict=True)))
+
+
+def step_keys(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The keys of a step's batches and of its links."""
+    k_batch, k_links = jr.split(key)
+    return k_batch, k_links
+
+
+class SGP(Algorithm[Nodes]):
+    """Stochastic gradient push: every node descends on its own g_i and mixes with whom it hears.
+
+        z_i ← Σ_j p_ji z_j ,  w_i ← Σ_j p_ji w_j ,  y_i = z_i/w_i
+
+    with the gradient step before sending or after receiving. The weights that a node gives away sum to one,
+    so no mass is lost when links are absent, and dividing by w corrects for nodes that hear more than
+    others: over directed random networks all y_i approach the minimiser of the mean of g (up to the step
+    size). With doubly stochastic weights w stays 1: decentralised SGD; with complete links, "before", it is
+    FedAvg of one local step.
+
+    x stays where it starts, at every node. A step is one exchange.
+
+    Args:
+        links: who hears whom (`fedbilevel.links`).
+        lower_lr: α; a number or an optax schedule of the step.
+        when: "before" or "after".
+
+    Cost a step: one round; a message of d_y + 1 scalars over every link that is present; one g_y a node.
+
+    References: A. Nedić, A. Olshevsky, Stochastic gradient-push for strongly convex functions on time-varying
+    directed graphs, IEEE TAC 2016 ("after"); M. Assran et al., Stochastic gradient push for distributed deep
+    learning, ICML 2019 ("before").
+    """
+
+    links: Links
+    lower_lr: Rate = eqx.field(converter=rate)
+    when: When = eqx.field(static=True, default="after")
+
+    def __check_init__(self) -> None:
+        PushSum(self.links, self.when)
+
+    def among(self, n: int) -> SGP:
+        network = self.links.network(n)
+        check_push_sum(network)
+        return eqx.tree_at(lambda method: method.links, self, network)
+
+    def init(self, fed: Federation, key: jax.Array) -> Nodes:
+        return Nodes(fed.keep(copies(fed.problem.x0, fed.n)), first_lower(fed), jnp.zeros((), jnp.int32))
+
+    def step(self, fed: Federation, state: Nodes, key: jax.Array) -> tuple[Nodes, Info]:
+        push, rates = PushSum(self.links, self.when), jnp.asarray(self.lower_lr)[None]
+        lower = push.run(fed, fed.everyone.take(state.x), state.lower, rates, key, state.time)
+        return Nodes(state.x, lower, state.time + 1), {}
+
+    def solution(self, state: Nodes) -> tuple[PyTree, PyTree]:
+        return state.x, state.lower.y
+
+
+def first_lower(fed: Federation) -> Lower:
+    """Every node at y0 with weight one, having seen nothing."""
+    zeros = jnp.zeros((fed.n, fed.n))
+    nothing = {"sent": zeros, "heard": zeros, "exchanges": jnp.zeros(fed.n)}
+    return Lower(fed.keep(copies(fed.problem.y0, fed.n)), fed.keep(jnp.ones(fed.n)), fed.keep(nothing))
+
+
+def rates_of_steps(lr: Any, steps: int) -> jax.Array:
+    """A step size for each of the inner steps: of a number, a schedule of the inner step, or a table."""
+    check_count("lower_steps", steps)
+    value = jax.vmap(lr)(jnp.arange(steps)) if callable(lr) else jnp.asarray(lr)
+    return jnp.broadcast_to(value, (steps,))

@@ -1,0 +1,87 @@
+"""Push-sum: what a node computes between two exchanges with its neighbours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from fedbilevel.adjoint.backward import When as When
+from fedbilevel.fed.program import Program
+from fedbilevel.problem.oracle import Client
+from fedbilevel.tree import PyTree, add, scale, step, sub
+
+
+class Outgoing(Program):
+    """`(x, z, w) ↦ (message, own)`: what a node sends of its z and w, and the step it makes afterwards.
+
+    before: sends `z − α∇_y g_i(x, z/w)`; after: sends z, and will subtract `α∇_y g_i` of the old point.
+    """
+
+    lr: Any
+    when: When = eqx.field(static=True)
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        x, z, w = values
+        gradient = me.g_y(x, scale(1 / w, z), me.batch("lower", me.key))
+        if self.when == "before":
+            return (step(z, self.lr, gradient), w), ()
+        return (z, w), scale(self.lr, gradient)
+
+
+class Arrived(Program):
+    """`((z, w), own) ↦ (z, w)`: what a node has after an exchange."""
+
+    when: When = eqx.field(static=True)
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        (z, w), own = values
+        return (z if self.when == "before" else sub(z, own)), w
+
+
+class Weighted(Program):
+    """`(y, w) ↦ (z, w)` with `z = w y`."""
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        y, w = values
+        return scale(w, y), w
+
+
+class Restart(Program):
+    """`(y, w) ↦ (y0, 1)`: the lower level where the problem starts."""
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        y, w = values
+        return jax.tree.map(lambda old, new: new.astype(old.dtype), y, me.problem.y0), jnp.ones_like(w)
+
+
+class Debiased(Program):
+    """`(z, w) ↦ y = z/w`."""
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        z, w = values
+        return scale(1 / w, z)
+
+
+class Noted(Program):
+    """`(statistics, witnessed) ↦ statistics`: sums of what a node sent and heard, and of how many
+    exchanges.
+    """
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        so_far, now = values
+        return add(so_far, {**now, "exchanges": jnp.ones_like(so_far["exchanges"])})
+
+
+class ReceivingWeights(Program):
+    """`statistics ↦ p̄_ij/δ̄_{j→i}` for all j: zero for a j that was never heard.
+
+    p̄_ij is the mean weight that this node sent to j, δ̄_{j→i} how often it heard j.
+    """
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        (statistics,) = values
+        heard = statistics["heard"]
+        return jnp.where(heard > 0, statistics["sent"] / jnp.where(heard > 0, heard, 1), 0)

@@ -1,0 +1,102 @@
+"""Derivatives along a whole trajectory of push-sum: what a node computes for iterative differentiation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+
+from fedbilevel.adjoint.backward import Backward
+from fedbilevel.fed.program import Program
+from fedbilevel.local.push_sum import When
+from fedbilevel.problem.oracle import Client
+from fedbilevel.tree import PyTree, add, row, scale, sub
+
+
+class Room(Program):
+    """`point ↦ zeros` with room for so many points."""
+
+    steps: int = eqx.field(static=True)
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        return jax.tree.map(lambda leaf: jnp.zeros((self.steps, *leaf.shape), leaf.dtype), values)
+
+
+class Record(Program):
+    """`(history, *point) ↦ history` with the point at a place."""
+
+    place: Any
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        history, *point = values
+        return jax.tree.map(lambda log, leaf: log.at[self.place].set(leaf), history, tuple(point))
+
+
+class BackwardAt(Program):
+    """One step of the adjoint recursion at a recorded point `(z, w)`, with the batch of that step."""
+
+    rule: Backward
+    place: Any
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        x, history, v, vectors, c, received = values
+        z, w = row(history, self.place)
+        return self.rule(me, x, scale(1 / w, z), w, v, vectors, c, received, received)
+
+
+class NoTangents(Program):
+    """`(x, z) ↦ 0`, `(nodes, d_x, *y)`: how z depends on every node's x before the first step."""
+
+    nodes: int = eqx.field(static=True)
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        x, z = values
+        count = ravel_pytree(x)[0].size
+        return jax.tree.map(lambda leaf: jnp.zeros((self.nodes, count, *leaf.shape), leaf.dtype), z)
+
+
+class OutgoingTangents(Program):
+    """`(x, z, w, tangents) ↦ (message, own)`: the derivative of `Outgoing`, in every node's x."""
+
+    lr: Any
+    when: When = eqx.field(static=True)
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        x, z, w, tangents = values
+        batch, y = me.batch("lower", me.key), scale(1 / w, z)
+        flat, unravel = ravel_pytree(x)
+        basis = jax.vmap(unravel)(jnp.eye(flat.size, dtype=flat.dtype))
+        through_z = scale(1 / w, me.g_yy_each(x, y, tangents, batch))
+        direct = me.g_yx_each(x, y, basis, batch)
+        change = scale(self.lr, jax.tree.map(lambda a, b: a.at[me.id].add(b), through_z, direct))
+        return (sub(tangents, change), ()) if self.when == "before" else (tangents, change)
+
+
+class ArrivedTangents(Program):
+    """`(message, own) ↦ tangents`."""
+
+    when: When = eqx.field(static=True)
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        message, own = values
+        return message if self.when == "before" else sub(message, own)
+
+
+class ThroughTangents(Program):
+    """`(tangents, c) ↦ (nodes, d_x)`: what this node's cost says about every node's x."""
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        tangents, c = values
+        parts = jax.tree.map(lambda t, u: jnp.tensordot(t, u[0], axes=u[0].ndim), tangents, c)
+        return sum(jax.tree.leaves(parts))
+
+
+class OwnTotal(Program):
+    """`(x, direct, flat) ↦ direct + flat`, in the form of x."""
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        x, direct, flat = values
+        return add(direct, ravel_pytree(x)[1](flat))

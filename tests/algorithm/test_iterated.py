@@ -1,0 +1,78 @@
+"""Iterative differentiation through push-sum: forward = backward = automatic differentiation of the steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.adjoint import Equilibrium
+from fedbilevel.algorithm import ITD
+from fedbilevel.algorithm.sgp import PushSum
+from fedbilevel.fed.ledger import Ledger, metering
+from fedbilevel.problem.oracle import Client
+
+NODES, STEPS, RATE = 3, 5, 0.1
+
+
+@pytest.fixture
+def known(float64: None) -> fb.Quadratic:
+    return fb.Quadratic.random(jr.key(0), NODES, 2, 4)
+
+
+@pytest.fixture
+def x(float64: None) -> jax.Array:
+    return jr.normal(jr.key(5), (NODES, 2))
+
+
+def hypergradient(known: fb.Quadratic, x: jax.Array, mode: Any, when: Any) -> tuple[Any, Ledger]:
+    fed = fb.Simulator().federation(known.problem(), known.clients())
+    with metering() as meter:
+        there = [fed.everyone.take(fed.keep(v)) for v in (x, jnp.zeros((NODES, 4)), jnp.ones(NODES))]
+        at = Equilibrium(*there, there[2], fb.links.Stochastic(), RATE, when)
+        found = fed.everyone.gather(ITD(STEPS, mode).hypergradient(fed, at, jr.key(3)), "h")[0]
+    return found, Ledger.from_counts(meter.counts)
+
+
+def cost_after_the_steps(known: fb.Quadratic, x: jax.Array, when: Any) -> jax.Array:
+    """The mean outer cost after the steps that ITD makes, as a plain function of all x."""
+    problem, clients = known.problem(), known.clients()
+    fed = fb.Simulator().federation(problem, clients)
+    push, k_steps = PushSum(fb.links.Stochastic(), when), jr.split(jr.key(3))[1]
+    with metering():
+        own = fed.everyone.take(fed.keep(x))
+        z = fed.everyone.take(fed.keep(jnp.broadcast_to(problem.y0, (NODES, 4))))
+        w = fed.everyone.take(fed.keep(jnp.ones(NODES)))
+        for t in range(STEPS):
+            z, w = push.exchange(fed, own, z, w, RATE, t, jr.fold_in(k_steps, t))
+        y = z.value / w.value[:, None]
+        nodes = [Client(problem, clients, i, i, jr.key(0)) for i in range(NODES)]
+        costs = [me.f(x[i], y[i], me.batch("upper", me.key)) for i, me in enumerate(nodes)]
+    return sum(costs, start=jnp.zeros(())) / NODES
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_both_modes_are_the_derivative_of_the_steps(known: fb.Quadratic, x: jax.Array, when: Any) -> None:
+    truth = jax.grad(lambda x: cost_after_the_steps(known, x, when))(x)
+    for mode in ("backward", "forward"):
+        np.testing.assert_allclose(hypergradient(known, x, mode, when)[0], truth, rtol=1e-12, atol=1e-13)
+
+
+def test_what_forward_mode_sends_grows_with_nodes_and_hyperparameters(
+    known: fb.Quadratic, x: jax.Array
+) -> None:
+    forward, backward = (hypergradient(known, x, mode, "after")[1] for mode in ("forward", "backward"))
+    assert forward.edge["tangents"] == forward.edge["z"] // (4 + 1) * NODES * 2 * 4
+    assert backward.rounds == 2 * STEPS + 1  # the last one is the test's own reading
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="mode is 'sideways'"):
+        ITD(3, "sideways")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="steps is 0"):
+        ITD(0)
