@@ -1,80 +1,81 @@
 """How much faster convolutions with every client's own weights are as matrix products, on this machine.
 
-Times of the gradient of a four-layer `ConvNet` (forward and backward), every client with weights and images
-of its own: XLA's convolution under `vmap`, ours under `vmap`, and ours with one client after another, as in
-`Simulator(chunk=1)`. All in one run, in turn, the best of several: only the ratios mean something.
+Times of the gradients of a `ConvNet` and of the `TwoLayerCNN` (forward and backward), every client with
+weights and images of its own: XLA's convolution under `vmap` and with one client after another, and ours.
 
-    python benchmarks/convolution.py [clients] [samples] [filters]
+    python benchmarks/convolution.py [clients] [samples]
 """
 
 from __future__ import annotations
 
+import functools
 import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+from timing import Loss, compare, one_by_one, together
 
-from fedbilevel.problem.convolution import ConvNet, convolve, group_norm, pool
+from fedbilevel.problem.convolution import ConvNet, TwoLayerCNN
+from fedbilevel.problem.image import group_norm, pool
+from fedbilevel.problem.model import Model
 
-Convolution = Callable[[jax.Array, jax.Array], jax.Array]
-REPEATS = 5
+CONV_NET = ConvNet((16,) * 4)
+TWO_LAYERS = TwoLayerCNN()
 
 
-def of_xla(images: jax.Array, weight: jax.Array) -> jax.Array:
+def of_xla(images: jax.Array, weight: jax.Array, pad: str) -> jax.Array:
     """The convolution of XLA."""
     names = ("NHWC", "HWIO", "NHWC")
-    return jax.lax.conv_general_dilated(images, weight, (1, 1), "SAME", dimension_numbers=names)
+    return jax.lax.conv_general_dilated(images, weight, (1, 1), pad, dimension_numbers=names)
 
 
-def loss(convolution: Convolution, parameters: Any, images: jax.Array) -> jax.Array:
-    """The sum of the squared features of a network that is a `ConvNet` but for its convolution."""
+def conv_net(parameters: Any, images: jax.Array) -> jax.Array:
+    """A `ConvNet` but for its convolution."""
     for own in parameters:
-        z = group_norm(convolution(images, own["weight"]) + own["bias"], 4)
+        z = group_norm(of_xla(images, own["weight"], "SAME") + own["bias"], CONV_NET.groups)
         images = jax.nn.relu(pool(z * own["scale"] + own["shift"]))
-    return jnp.sum(images**2)
+    return images
 
 
-def gradients(convolution: Convolution, one_by_one: bool) -> Callable[[Any, jax.Array], Any]:
-    """The compiled gradients of all clients, each in its own parameters."""
-
-    def of_one(parameters: Any, images: jax.Array) -> Any:
-        return jax.grad(lambda p: loss(convolution, p, images))(parameters)
-
-    def of_all(parameters: Any, images: jax.Array) -> Any:
-        return jax.lax.map(lambda own: of_one(*own), (parameters, images))
-
-    return jax.jit(of_all if one_by_one else jax.vmap(of_one))
+def two_layers(parameters: Any, images: jax.Array) -> jax.Array:
+    """A `TwoLayerCNN` but for its convolution."""
+    *convolutions, hidden, head = parameters
+    for own in convolutions:
+        images = jax.nn.relu(pool(of_xla(images, own["weight"], "VALID")) + own["bias"])
+    first, last = TWO_LAYERS.models[2:]
+    return last(head, first(hidden, images))
 
 
-def seconds(compute: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
-    """How long one call takes."""
-    begin = time.perf_counter()
-    jax.block_until_ready(compute(*arguments))
-    return time.perf_counter() - begin
+def squares(network: Any) -> Loss:
+    """The sum of the squared outputs of a network."""
+    return lambda parameters, images: jnp.sum(network(parameters, images) ** 2)
 
 
-def main(clients: int = 10, samples: int = 25, filters: int = 16) -> None:
-    """Print the ratios."""
-    model = ConvNet((filters,) * 4)
-    parameters = jax.vmap(lambda key: model.init(key, (28, 28, 1))[0])(jr.split(jr.key(0), clients))
-    arguments = parameters, jr.uniform(jr.key(1), (clients, samples, 28, 28, 1))
-    ways = {
-        "XLA's convolution, vmap": gradients(of_xla, one_by_one=False),
-        "ours, vmap": gradients(convolve, one_by_one=False),
-        "ours, one by one (chunk=1)": gradients(convolve, one_by_one=True),
+def main(clients: int = 20, samples: int = 32) -> None:
+    """Print the times and ratios."""
+    networks: dict[str, tuple[Model, Any]] = {
+        "ConvNet": (CONV_NET, conv_net),
+        "TwoLayerCNN": (TWO_LAYERS, two_layers),
     }
-    for compute in ways.values():
-        seconds(compute, arguments)  # compiles
-    turns = [{name: seconds(compute, arguments) for name, compute in ways.items()} for _ in range(REPEATS)]
-    best = {name: min(turn[name] for turn in turns) for name in ways}
-    base = next(iter(best.values()))
-    print(f"{clients} clients, {samples} images of 28 × 28, 4 layers of {filters} filters, float32")
-    for name, value in best.items():
-        print(f"{name:30}{1e3 * value:9.1f} ms   {base / value:5.1f} times as fast")
+    for name, (model, with_xla) in networks.items():
+        init = functools.partial(_init, model)
+        arguments = jax.vmap(init)(jr.split(jr.key(0), clients)), _images(clients, samples)
+        ways = {
+            f"{whose}, {how.__name__}": how(squares(network))
+            for whose, network in (("XLA's convolution", with_xla), ("ours", model))
+            for how in (together, one_by_one)
+        }
+        compare(ways, arguments, network=name, clients=clients, samples=samples)
+
+
+def _init(model: Model, key: jax.Array) -> Any:
+    return model.init(key, (28, 28, 1))[0]
+
+
+def _images(clients: int, samples: int) -> jax.Array:
+    return jr.uniform(jr.key(1), (clients, samples, 28, 28, 1))
 
 
 if __name__ == "__main__":

@@ -63,6 +63,13 @@ def single_level() -> tuple[fb.Problem, fb.Clients]:
     return fb.single_level(distance, jnp.ones(3)), fb.Clients(data)
 
 
+def mixture() -> tuple[fb.Problem, fb.Clients]:
+    inputs = jax.random.normal(jax.random.key(4), (CLIENTS, 4, 2))
+    labels = jnp.sum(inputs > 0, axis=-1)
+    known = fb.problem.personal.Mixture(fb.Linear(3), inputs=(2,), classes=3, models=2, client_metrics={})
+    return known, fb.Clients({"inputs": inputs, "labels": labels})
+
+
 RATES: dict[str, Any] = {"upper_lr": 0.1, "lower_lr": 0.2}
 SERIES: dict[str, Any] = RATES | {"terms": 4, "smoothness": 4.0}
 THREE: dict[str, Any] = RATES | {"adjoint_lr": 0.15}
@@ -97,5 +104,18 @@ CASES = {
     "CommFedBiO": Case(bilevel_batches, lambda: fb.CommFedBiO(**THREE, topk=2, terms=2, cohort=2)),
     "StocBiO": Case(bilevel, lambda: fb.StocBiO(**SERIES, lower_steps=2), variant=True),
     "QFFL": Case(bilevel, lambda: fb.QFFL(0.05, q=1.0, steps=2), variant=True),
+    "Local": Case(bilevel_batches, lambda: fb.Local(0.1, epochs=1), variant=True),
+    "FedProx": Case(bilevel, lambda: fb.FedProx(0.1, 0.5, steps=(1, 3, 2)), variant=True),
+    "FedAvgPlus": Case(
+        bilevel_batches,
+        lambda: fb.FedAvgPlus(0.1, tune_steps=2, tune_every=3, cohort=2),
+        variant=True,
+    ),
+    "PFedMe": Case(bilevel_batches, lambda: fb.PFedMe(0.05, 2.0, 2, 0.3, 1.1, cohort=2), variant=True),
+    "ClusteredFL": Case(bilevel, lambda: fb.ClusteredFL(0.1, 0.1, 0.1), variant=True),
+    "FedEM": Case(mixture, lambda: fb.FedEM(0.2, steps=2, cohort=2), variant=True),
+    "FedEM-links": Case(
+        mixture, lambda: fb.FedEM(0.2, links=fb.links.Given(jnp.roll(jnp.eye(CLIENTS), 1, 0))), variant=True
+    ),
     "every-verb": Case(bilevel, lambda: EveryVerb(0.1, cohort=2)),
 }

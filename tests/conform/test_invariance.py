@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from conform.cases import CASES, RATES, bilevel
+from conform.cases import CASES, RATES, THREE, bilevel
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -22,6 +22,9 @@ METHODS = {
     "LFedNest": (bilevel, lambda: fb.LFedNest(**SUM)),
     "LFedNestSVRG": (bilevel, lambda: fb.LFedNestSVRG(**SUM)),
     "LFedNestNonAlt": (bilevel, lambda: fb.LFedNestNonAlt(**SUM)),
+    "FedBiO": (bilevel, lambda: fb.FedBiO(**THREE, sync_every=2)),
+    # c α² is below 1: the momenta remember, and what clients keep must not depend on their order.
+    "FedBiOAcc": (bilevel, lambda: fb.FedBiOAcc(**THREE, sync_every=2, delta=1.5, t0=4.0, c_upper=0.5)),
     **{name: CASES[name][:2] for name in ("minimax", "compositional", "single-level", "FedAvg", "FedAvgS")},
 }
 

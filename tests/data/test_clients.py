@@ -88,9 +88,35 @@ def test_weights_are_uniform_by_size_or_given() -> None:
     assert Clients(lower=LISTED, weights=[0, 1, 3]).weights.tolist() == [0, 1, 3]
 
 
+def test_validation_data_are_for_metrics_alone_and_come_along_everywhere() -> None:
+    pool = {"a": jnp.arange(10.0)}
+    clients = Clients.indexed(pool, [[0, 1], [2, 3]], validation=[[9], [8, 7]], batch_size=1)
+    assert clients.upper is clients.lower
+    assert clients.test.rows is clients.lower.rows, "by default metrics see the upper level's, as without"
+    assert clients.has_validation
+    assert clients.validation.width == 2, "minibatches are for training"
+    assert clients.validation.flat["a"] is clients.lower.flat["a"]
+    for same in (clients, clients.whole(), clients.batched(2)):
+        np.testing.assert_array_equal(same.validation.batch(1, KEY).samples["a"], [8, 7])
+    assert clients.only(1).validation.flat["a"].tolist() == [8, 7]
+    together = clients.pooled().validation.batch(0, KEY).samples
+    np.testing.assert_array_equal(together["a"], [9, 8, 7])
+    without = Clients(lower=LISTED, weights="size")
+    for same in (without, without.only(0), without.whole(), without.pooled(), Clients.indexed(pool, [[1]])):
+        assert not same.has_validation
+
+
 # --------------------------------------------------------------------- refused
 
 REFUSED = {
+    "validation of others": (
+        lambda: Clients(lower=LISTED, validation=LISTED[:2]),
+        "3 clients with lower-level data and 2 with validation-level data",
+    ),
+    "other validation": (
+        lambda: Clients(lower=LISTED, validation=[{"a": np.ones((1, 2))}] * 3),
+        "validation samples have the structure .*same metrics read both",
+    ),
     "empty list": (
         lambda: Clients(lower=[]),
         "list of lower-level data is empty; there must be at least one",

@@ -67,6 +67,50 @@ def test_a_split_divides_every_client_into_levels_of_one_shared_copy() -> None:
     assert together == [sorted(part) for part in rows(own.lower)]
 
 
+def test_validation_samples_can_be_for_metrics_alone() -> None:
+    usual = federate(MINE, Shards(4), split=Split(0.2, 0.1))
+    clients = federate(MINE, Shards(4), split=Split(0.2, 0.1), upper="training")
+    assert clients.upper is clients.lower
+    assert rows(clients.lower) == rows(usual.lower)
+    assert rows(clients.validation) == rows(usual.upper)
+    assert rows(clients.test) == rows(usual.test)
+    assert not usual.has_validation
+    assert not federate(MINE, Shards(4), upper="training").has_validation
+
+
+def test_a_share_is_drawn_from_all_samples_and_leaves_the_other_draws_alone() -> None:
+    clients = federate(MINE, Iid(4), share=0.25, seed=1)
+    kept = joined(rows(clients.lower))
+    assert len(kept) == len(set(kept)) == len(clients.lower.flat["labels"]) == TOTAL // 4
+    assert max(kept) > TOTAL // 2, "not the first ones"
+    assert kept != joined(rows(federate(MINE, Iid(4), share=0.25, seed=2).lower))
+    assert rows(federate(MINE, Iid(4), share=1).lower) == rows(federate(MINE, Iid(4)).lower)
+    tail = federate(MINE, Iid(2), share=0.25, long_tail=LongTail(0.5))
+    assert len(tail.lower.flat["labels"]) < TOTAL // 4, "the tail is of the share"
+
+
+def test_the_test_samples_can_be_dealt_out_too() -> None:
+    """In the order of the split, an owner's training samples come before its test samples."""
+    train = {**TRAIN, "owner": np.arange(TOTAL) % 2, "extra": np.zeros(TOTAL)}
+    test = {
+        "inputs": np.arange(1000, 1020, dtype=np.float32)[:, None],
+        "labels": np.arange(20) % 4,
+        "owner": np.arange(20) % 2,
+    }
+    owned = Dataset("mine", train, test, MINE.classes)
+    clients = federate(owned, Natural(), with_test=True, split=Split(0.2, 10 / 130, shuffle=False))
+    assert rows(clients.test) == [list(range(1000, 1020, 2)), list(range(1001, 1020, 2))]
+    assert joined(rows(clients.lower) + rows(clients.upper)) == list(range(TOTAL))
+    few = federate(owned, Iid(2), with_test=True, share=0.5)
+    assert len(joined(rows(few.lower))) == 130
+    assert any(row >= 1000 for row in joined(rows(few.lower)))
+    for level in (few.lower,):
+        labels = np.asarray(level.flat["labels"])
+        source = np.asarray(level.flat["inputs"])[:, 0].astype(int)
+        wanted = [LABELS[row] if row < TOTAL else (row - 1000) % 4 for row in source]
+        np.testing.assert_array_equal(labels, wanted)
+
+
 def test_the_long_tail_comes_first_and_only_used_samples_are_stored() -> None:
     tail = LongTail(factor=0.1)
     clients = federate(MINE, Iid(5), long_tail=tail, split=Split(0.2))
@@ -189,6 +233,11 @@ REFUSED: dict[str, Any] = {
         r"the clients \[.\] have no validation samples, others have",
     ),
     "rates": (lambda: federate(MINE, Iid(2), noise=LabelNoise((0.1,))), "1 rates for 2 clients"),
+    "upper": (
+        lambda: federate(MINE, Iid(2), upper="trainings"),
+        "upper is 'trainings'; it must be .*did you mean 'training'",
+    ),
+    "share": (lambda: federate(MINE, Iid(2), share=0.0), "share is 0.0; it must be above 0 and at most 1"),
     "places": (lambda: federate(MINE, Iid(2), places="each"), 'places is \'each\'; it must be "own", "all"'),
 }
 

@@ -164,6 +164,22 @@ def test_natural_clients_are_the_largest_owners_in_order_of_their_numbers() -> N
     assert len(Natural()(samples, rng())) == 4
 
 
+def test_natural_clients_can_be_owners_at_random_with_enough_samples() -> None:
+    owner = np.repeat(np.arange(30), np.arange(30) % 3 + 1)
+    some, same, other = (
+        [np.unique(owner[part]) for part in Natural(5, at_least=2, random=True)({"owner": owner}, rng(seed))]
+        for seed in (1, 1, 2)
+    )
+    numbers = np.concatenate(some)
+    assert numbers.tolist() == sorted(set(numbers.tolist())), "in the order of their numbers, each once"
+    assert len(numbers) == 5
+    assert np.all(numbers % 3 >= 1), "enough samples"
+    assert numbers.tolist() == np.concatenate(same).tolist() != np.concatenate(other).tolist()
+    draws = [Natural(5, 2, random=True)({"owner": owner}, rng(seed)) for seed in range(60)]
+    drawn = {int(number) for parts in draws for part in parts for number in owner[part]}
+    assert drawn == {number for number in range(30) if number % 3 >= 1}, "not the largest ones alone"
+
+
 def test_of_equal_owners_those_with_lower_numbers_are_taken() -> None:
     parts = Natural(clients=2)({"owner": np.array([2, 1, 0])}, rng())
     assert [part.tolist() for part in parts] == [[2], [1]]

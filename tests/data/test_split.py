@@ -59,6 +59,21 @@ def test_a_split_in_order_has_training_samples_first_and_test_samples_last() -> 
     assert test.tolist() == [17, 18, 19]
 
 
+def test_a_gap_keeps_the_parts_of_an_ordered_split_apart() -> None:
+    parts = Split(0.25, 0.25, shuffle=False, gap=3)(np.arange(10, 32), rng())
+    assert [part.tolist() for part in parts] == [[*range(10, 18)], [*range(21, 25)], [*range(28, 32)]]
+    train, validation, test = Split(0.0, 0.5, shuffle=False, gap=2)(np.arange(10), rng())
+    assert (train.tolist(), validation.tolist(), test.tolist()) == ([0, 1, 2, 3], [], [6, 7, 8, 9])
+    windows = np.lib.stride_tricks.sliding_window_view(np.arange(2000), 81)[::10]
+    ends = [windows[part] for part in Split(0.2, 0.2, shuffle=False, gap=8)(np.arange(len(windows)), rng())]
+    seen = [set(part.ravel().tolist()) for part in ends]
+    assert sum(map(len, seen)) == len(set.union(*seen)), "no character belongs to two parts"
+    with pytest.raises(DataError, match="only parts in order"):
+        Split(0.2, gap=1)
+    with pytest.raises(DataError, match="8 samples cannot be split into 3 parts"):
+        Split(0.2, 0.2, shuffle=False, gap=3)(np.arange(8), rng())
+
+
 def test_a_random_split_depends_on_the_seed_only() -> None:
     one, same, other = (Split(0.5)(np.arange(40), rng(seed)) for seed in (1, 1, 2))
     assert one[0].tolist() == same[0].tolist() != other[0].tolist()

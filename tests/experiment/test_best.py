@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fedbilevel import Best, FedAvgS, Saddle, load, solve
-from fedbilevel.experiment.best import higher_is_better
+from fedbilevel.experiment.best import higher_is_better, recorded_best
 
 known = Saddle.random(jax.random.key(0), clients=3, d=2)
 
@@ -66,6 +66,14 @@ def test_mistakes_are_explained() -> None:
         Best("error", "least")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="patience is 0; it must be at least 1"):
         Best("error", patience=0)
+
+
+def test_a_folder_says_what_its_best_point_is(tmp_path: Any) -> None:
+    assert recorded_best(tmp_path) is None
+    (tmp_path / "config.toml").write_text("steps = 1\n")
+    assert recorded_best(tmp_path) is None
+    (tmp_path / "config.toml").write_text('[best]\nmetric = "error"\nmode = "max"\npatience = 2\n')
+    assert recorded_best(tmp_path) == Best("error", "max", 2)
 
 
 def test_a_run_keeps_its_best_point(tmp_path: Any) -> None:

@@ -72,6 +72,16 @@ def test_a_problem_on_data_knows_them(tmp_path: Any) -> None:
     assert np.shape(jax.tree.leaves(built.problem.y0)[0])[0] in (4, 784), "the model takes images of 28 × 28"
 
 
+def test_validation_data_for_metrics_alone_and_test_data_dealt_out(tmp_path: Any) -> None:
+    more = 'batch_size = 8\nupper = "training"\nwith_test = true\nshare = 0.05\n'
+    text = changed(IMAGES, ("batch_size = 8\n", more), ("validation = 0.2", "validation = 0.2\ntest = 0.2"))
+    built = build(plan(tmp_path, text))
+    assert built.clients.upper is built.clients.lower
+    assert built.clients.has_validation
+    assert built.problem.metrics == {}, "the data set's test samples are not unseen any more"
+    assert set(build(plan(tmp_path, IMAGES)).problem.metrics) == {"balanced_accuracy", "test_accuracy"}
+
+
 def test_the_seed_of_a_run_draws_the_model_and_not_the_data(tmp_path: Any) -> None:
     first, second = (build(one) for one in plans(write(tmp_path, IMAGES), seeds=[0, 1]))
     assert first.clients is second.clients
@@ -117,6 +127,8 @@ MISTAKES = {
     "no name": (('name = "mnist-mini"\n', ""), r"data\.name is missing"),
     "split": (("[data.split]\nvalidation = 0.2", "[data.split]\nvalidation = 2.0"), "validation"),
     "split key": (("validation", "validaton"), r"no data\.split\.validaton; did you mean 'validation'"),
+    "upper": (("batch_size = 8", 'upper = "trainin"'), "upper is 'trainin'.*did you mean 'training'"),
+    "share": (("batch_size = 8", "share = 2"), "share is 2; it must be above 0 and at most 1"),
     "long tail": (("factor", "facto"), r"no data\.long_tail\.facto; did you mean 'factor'"),
     "model kind": (('"MLP"', '"MPL"'), r"problem\.model\.kind: there is no model 'MPL'; did you mean 'MLP'"),
     "model size": (("[4, 10]", "[4, 7]"), "one logit for each of the 10 classes"),

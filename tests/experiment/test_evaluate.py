@@ -9,7 +9,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.algorithm.measure import MEASURES
-from fedbilevel.experiment.evaluate import summary
+from fedbilevel.experiment.evaluate import SUMMARIES, summary
 
 METHOD = fb.FedNest(0.05, 0.1, series="cg", terms=3)
 EVERY = 2
@@ -148,18 +148,45 @@ def test_every_client_is_evaluated_on_all_of_its_own_test_data() -> None:
     assert last["distance_mean"] == pytest.approx(values[1].mean())
     assert last["distance_worst"] == pytest.approx(values[1].max())
     assert last["distance_p10"] == pytest.approx(np.percentile(values[1], 90))
+    assert last["distance_weighted"] == pytest.approx(values[1] @ [1, 2, 3] / 6)
+
+
+@pytest.mark.usefixtures("float64")
+def test_validation_data_have_columns_of_their_own_on_every_engine(processes: Any) -> None:
+    """And neither f nor g nor the metrics of the test data see them."""
+    known = quadratic()
+    held_out = [{"c": jnp.full((size, 4), float(size))} for size in (1, 2, 3)]
+    test = [{"c": jnp.zeros((1, 4))}] * 3
+    plain = known.clients(samples=4, noise=0.5, batch_size=2, test=test)
+    own = known.clients(samples=4, noise=0.5, batch_size=2, test=test, validation=held_out)
+    problem = with_client_metrics(known)
+    result, without = (fb.solve(problem, clients, METHOD, 2, every=EVERY) for clients in (own, plain))
+    np.testing.assert_array_equal(result.x, without.x)
+    kinds = ("mean", "worst", "p10", "weighted")
+    assert set(result.history[-1]) - set(without.history[-1]) == {f"validation_distance_{k}" for k in kinds}
+    assert all(result.history[-1][name] == value for name, value in without.history[-1].items())
+    values = result.history.clients("validation_distance")
+    wanted = [np.sum((np.asarray(result.y) - size) ** 2) for size in (1, 2, 3)]
+    np.testing.assert_allclose(values[-1], wanted, rtol=1e-12)
+    assert result.history[-1]["validation_distance_weighted"] == pytest.approx(values[-1] @ [1, 2, 3] / 6)
+    there = fb.solve(problem, own, METHOD, 0, engine=processes)
+    assert there.history[0] == pytest.approx(result.history[0], rel=1e-12)
 
 
 def test_the_worst_tenth_is_at_the_bad_end() -> None:
     values = np.arange(11.0)
-    assert summary({"loss": values}) == {"loss_mean": 5.0, "loss_worst": 10.0, "loss_p10": 9.0}
-    assert summary({"accuracy": values}) == {"accuracy_mean": 5.0, "accuracy_worst": 0.0, "accuracy_p10": 1.0}
-    assert summary({}) == {}
+    first = np.array([90.0] + [1.0] * 10)  # of 100 samples, 90 are those of the first client
+    found = summary({"loss": values, "accuracy": values}, {"loss": first, "accuracy": first})
+    both = {"mean": 5.0, "weighted": 0.55}
+    assert {k: found[f"loss_{k}"] for k in SUMMARIES} == pytest.approx(both | {"worst": 10.0, "p10": 9.0})
+    assert {k: found[f"accuracy_{k}"] for k in SUMMARIES} == pytest.approx(both | {"worst": 0.0, "p10": 1.0})
+    assert len(found) == 2 * len(SUMMARIES)
+    assert summary({}, {}) == {}
 
 
 def test_a_client_without_a_number_is_not_hidden() -> None:
     for bad in (np.array([1.0, np.nan, 3.0]), np.array([])):
-        assert np.isnan([*summary({"loss": bad}).values()]).all()
+        assert np.isnan([*summary({"loss": bad}, {"loss": np.ones(len(bad))}).values()]).all()
 
 
 def test_clients_metrics_do_not_change_the_run() -> None:

@@ -27,7 +27,7 @@ def test_costs_are_those_of_the_first_evaluation_that_is_good_enough() -> None:
     (line,) = reach(runs, 0.5).lines
     assert (line.runs, line.reached) == (2, 2)
     means = {name: score.mean for name, score in line.costs.items()}
-    assert means == {"rounds": 20, "MB": 4.0, "∇f": 2 * 16 / 4, "∇g": 4, "Jv": 4, "Hv": 4}
+    assert means == {"rounds": 20, "MB": 4 / 4, "∇f": 2 * 16 / 4, "∇g": 4, "Jv": 4, "Hv": 4}
     assert np.isclose(line.costs["rounds"].std or 0, np.std([10, 30], ddof=1))
 
 
@@ -39,3 +39,11 @@ def test_less_of_an_error_is_better_and_who_does_not_get_there_is_said() -> None
     assert good.split()[:2] == ["good", "1/1"]
     assert bad.split() == ["bad", "0/1", *["-"] * len(COLUMNS)]
     assert "error ≤ 0.1" in str(levels)
+
+
+def test_a_client_that_is_alone_does_not_communicate() -> None:
+    runs = [run("pooled", 0, [1.0, 0.1], "error", clients=1), run("federated", 0, [1.0, 0.1], "error")]
+    pooled, federated = str(reach(runs, 0.1)).splitlines()[-2:]
+    assert pooled.split()[:4] == ["pooled", "1/1", "-", "-"]
+    assert pooled.split()[4] == "16"
+    assert federated.split()[2] == "10"

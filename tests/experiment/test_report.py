@@ -109,6 +109,27 @@ def test_the_better_direction_is_known_by_name_or_given() -> None:
         compare(losses, better="least")  # type: ignore[arg-type]
 
 
+def test_the_test_metric_is_reported_where_the_validation_metric_was_best(tmp_path: pathlib.Path) -> None:
+    """Not where it is best itself, nor at the end."""
+    runs = []
+    for seed, validation in enumerate(([0.1, 0.9, 0.3], [0.1, 0.2, 0.3])):
+        rows = [
+            row(i, i, i, i, accuracy=test, validation_accuracy=seen)
+            for i, (test, seen) in enumerate(zip([0.8, 0.5, 0.7], validation, strict=True))
+        ]
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        (folder / "config.toml").write_text('[best]\nmetric = "validation_accuracy"\n')
+        runs.append(RecordedRun(folder, "figure 1", "A", seed, "done", History(tuple(rows))))
+    comparison = compare([*runs, run("B", 0, [0.4, 0.6], (1, 1, 1))], "accuracy")
+    assert score(comparison, "A", "best") == (pytest.approx(0.6), pytest.approx(math.sqrt(0.02)))
+    assert math.isnan(score(comparison, "B", "best")[0]), "it does not say what its best point is"
+    lines = str(comparison).splitlines()
+    assert "at the end at best validation_accuracy wobble" in " ".join(lines[1].split())
+    assert json.loads(comparison.to_json())["chosen_by"] == ["validation_accuracy"]
+    assert "at best" not in str(compare([run("B", 0, [0.4, 0.6], (1, 1, 1))]))
+
+
 def test_the_table_says_it_all_in_plain_text() -> None:
     runs = [run("A [x]", seed, [0.25 * (seed + 1)] * 2, (1234, 5_600_000, 7)) for seed in (0, 1)]
     runs += [run("B", 0, [0.1, 0.2], (1234, 5_600_000, 7)), run("B", 1, [0.1], (1, 1, 1), status="diverged")]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from fedbilevel import Clients, Ledger, Problem, Simulator
-from fedbilevel.fed import Program, repeat
-from fedbilevel.fed.ledger import Entry, count, metering
+from fedbilevel.fed import Program, branch, repeat
+from fedbilevel.fed.ledger import Entry, as_arrays, count, metering
 
 KEY = jr.key(1)
 CALL = Entry("call", "g_y")
@@ -119,3 +119,35 @@ def test_the_body_of_nested_loops_is_traced_once() -> None:
     nested = repeat(2, lambda i, c: repeat(3, lambda j, c: repeat(4, body, c), c), jnp.asarray(0))
     assert nested == 24
     assert len(traces) == 1
+
+
+@pytest.mark.parametrize("chosen", [0, 1])
+def test_a_branch_returns_and_bills_the_chosen_one(chosen: int) -> None:
+    def cheap() -> Any:
+        count(Entry("call", "f"))
+        return 1.0
+
+    def dear() -> Any:
+        count(Entry("call", "g"), 5)
+        return 2.0
+
+    with metering() as meter:
+        found = branch(jnp.asarray(chosen), [cheap, dear])
+    assert float(found) == 1.0 + chosen
+    expected = {"f": 1} if chosen == 0 else {"g": 5}
+    assert {e.label: int(n) for e, n in meter.counts.items() if int(n)} == expected
+
+
+def test_a_branch_under_vmap_bills_each_client_its_own() -> None:
+    def one(index: Any) -> Any:
+        with metering() as meter:
+            out = branch(index, [lambda: index * 2, lambda: repeated(index)])
+        return out, as_arrays(meter.counts)
+
+    def repeated(index: Any) -> Any:
+        count(Entry("call", "g"), index)
+        return index * 3
+
+    out, counts = jax.vmap(one)(jnp.asarray([0, 1, 1]))
+    assert out.tolist() == [0, 3, 3]
+    assert counts[Entry("call", "g")].tolist() == [0, 1, 1]

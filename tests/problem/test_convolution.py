@@ -1,4 +1,4 @@
-"""The convolutional network: its parts against others' convolutions, and derivatives through all of it."""
+"""Convolutional networks: their layers against XLA's, their start, and derivatives through all of it."""
 
 import jax
 import jax.numpy as jnp
@@ -11,62 +11,16 @@ from fedbilevel.data.batches import Batch
 from fedbilevel.data.clients import Clients
 from fedbilevel.problem.accuracy import CrossEntropy
 from fedbilevel.problem.base import Problem, ProblemError
-from fedbilevel.problem.convolution import ConvNet, convolve, group_norm, pool
+from fedbilevel.problem.convolution import ConvNet, TwoLayerCNN
+from fedbilevel.problem.image import group_norm, pool
 from fedbilevel.problem.model import Linear
 from fedbilevel.problem.oracle import Client
 from fedbilevel.problem.representation import Representation
 from fedbilevel.tree import dot, normal_like, size, step
+from problem.second_order import check_clients_apart, check_second_derivatives
+from problem.test_image import of_lax
 
 KEY = jr.key(0)
-
-
-def of_lax(images, weight):
-    """The convolution of XLA."""
-    names = ("NHWC", "HWIO", "NHWC")
-    return jax.lax.conv_general_dilated(images, weight, (1, 1), "SAME", dimension_numbers=names)
-
-
-@pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("sides", [(8, 8), (5, 7), (1, 2)])
-def test_the_convolution_is_that_of_xla_with_its_gradients(sides):
-    images, weight = jr.normal(KEY, (3, *sides, 2)), jr.normal(jr.key(1), (3, 3, 2, 4))
-    ours, vjp = jax.vjp(convolve, images, weight)
-    theirs, their_vjp = jax.vjp(of_lax, images, weight)
-    np.testing.assert_allclose(ours, theirs, atol=1e-13)
-    along = jr.normal(jr.key(2), ours.shape)
-    for own, other in zip(vjp(along), their_vjp(along), strict=True):
-        np.testing.assert_allclose(own, other, atol=1e-12)
-
-
-@pytest.mark.usefixtures("float64")
-def test_clients_with_weights_of_their_own_are_computed_apart():
-    images, weights = jr.normal(KEY, (2, 3, 4, 4, 1)), jr.normal(jr.key(1), (2, 3, 3, 1, 5))
-    together = jax.vmap(convolve)(images, weights)
-    np.testing.assert_allclose(together[1], of_lax(images[1], weights[1]), atol=1e-13)
-
-
-@pytest.mark.usefixtures("float64")
-def test_pooling_takes_the_largest_of_four_and_leaves_out_what_is_odd():
-    images = jr.normal(KEY, (2, 5, 7, 3))
-    expected = jax.lax.reduce_window(images, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
-    assert expected.shape == (2, 2, 3, 3)
-    np.testing.assert_array_equal(pool(images), expected)
-
-
-@pytest.mark.usefixtures("float64")
-def test_group_norm_is_that_of_every_sample_and_group_alone():
-    images = 3 + 2 * jr.normal(KEY, (2, 4, 4, 6))
-    found = group_norm(images, 3)
-    for sample in range(2):
-        for first in (0, 2, 4):
-            part = np.asarray(images[sample, :, :, first : first + 2])
-            expected = (part - part.mean()) / np.sqrt(part.var() + 1e-5)
-            np.testing.assert_allclose(found[sample, :, :, first : first + 2], expected, atol=1e-12)
-
-
-def test_an_image_without_contrast_has_finite_derivatives():
-    slope = jax.grad(lambda z: jnp.sum(group_norm(z, 1) ** 2))(jnp.ones((1, 2, 2, 2)))
-    assert np.all(np.isfinite(slope))
 
 
 @pytest.mark.usefixtures("float64")
@@ -143,6 +97,51 @@ def test_second_derivatives_go_through_pooling_and_normalisation(client):
     assert abs(float(jvw)) > 1e-3, "or the test would show nothing"
 
 
+def plain_cnn(parameters, images):
+    """The network as it is usually written: XLA's convolution, relu, then XLA's pooling."""
+    z = images
+    for own in parameters[:2]:
+        z = jax.nn.relu(of_lax(z, own["weight"], pad=False) + own["bias"])
+        z = jax.lax.reduce_window(z, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    hidden, head = parameters[2:]
+    z = jax.nn.relu(z.reshape(len(z), -1) @ hidden["weight"] + hidden["bias"])
+    return z @ head["weight"] + head["bias"]
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(("kernel", "side"), [(5, 17), (3, 10)])
+def test_the_two_layer_network_is_that_of_xla(kernel, side):
+    model, images = TwoLayerCNN(3, (4, 6), hidden=7, kernel=kernel), jr.normal(KEY, (3, side, side, 2))
+    parameters = normal_like(jr.key(1), model.init(KEY, (side, side, 2))[0])
+    expected = plain_cnn(parameters, images)
+    assert np.std(expected) > 0.1
+    np.testing.assert_allclose(jax.jit(model)(parameters, images), expected, rtol=1e-10)
+    features = TwoLayerCNN(0, (4, 6), hidden=7, kernel=kernel)(parameters[:-1], images)
+    assert features.shape == (3, 7)
+
+
+def test_the_two_layer_network_has_the_papers_size():
+    model = TwoLayerCNN()
+    parameters = jax.eval_shape(lambda key: model.init(key, (28, 28, 1))[0], KEY)
+    dense = 1025 * 2048 + 2049 * 62
+    assert size(parameters) == 26 * 32 + (25 * 32 + 1) * 64 + dense
+    assert parameters[2]["weight"].shape == (1024, 2048)
+    start, shape = TwoLayerCNN(3, (8, 16), hidden=4).init(KEY, (28, 28, 1))
+    assert shape == (3,)
+    assert np.var(start[1]["weight"]) == pytest.approx(2 / (25 * 8), rel=0.1)
+    assert not np.any(start[1]["bias"])
+
+
+@pytest.mark.usefixtures("float64")
+def test_second_derivatives_go_through_the_two_layer_network():
+    check_second_derivatives(TwoLayerCNN(3, (2, 4), 6, kernel=3), jr.uniform(jr.key(5), (6, 10, 10, 1)))
+
+
+@pytest.mark.usefixtures("float64")
+def test_clients_with_weights_of_their_own_are_computed_apart():
+    check_clients_apart(TwoLayerCNN(3, (2, 4), 6, kernel=3), jr.uniform(jr.key(5), (2, 5, 10, 10, 1)))
+
+
 REFUSED = {
     "no layers": (lambda: ConvNet(()), "filters is empty; give the channels of every layer"),
     "channels 0": (lambda: ConvNet((8, 0)), "number of channels or groups is 0; it must be a whole number"),
@@ -151,6 +150,14 @@ REFUSED = {
     "small image": (
         lambda: ConvNet((4, 4, 4)).init(KEY, (6, 6, 1)),
         r"too small for 3 layers: every layer halves them, and layer 3 would get 1 × 1 pixels",
+    ),
+    "three convolutions": (lambda: TwoLayerCNN(filters=(8, 8, 8)), r"filters is \(8, 8, 8\); there are two"),
+    "even kernel": (lambda: TwoLayerCNN(kernel=4), "size of a kernel is 4; it must be odd"),
+    "no filters": (lambda: TwoLayerCNN(filters=(8, 0)), "number of filters is 0"),
+    "outputs": (lambda: TwoLayerCNN(-1), "width of a layer is -1"),
+    "too small for the second kernel": (
+        lambda: TwoLayerCNN().init(KEY, (14, 14, 1)),
+        r"images of shape \(5, 5, 32\), too small for a kernel of size 5 .* needs 6 × 6 pixels",
     ),
 }
 

@@ -1,5 +1,7 @@
 """The problems with known answers: their closed forms against derivatives that know nothing of them."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +28,7 @@ def point():
 
 def rows(quadratic):
     """Every client as one sample: the mean over samples is the mean over clients."""
-    return {name: getattr(quadratic, name) for name in quadratic.__dataclass_fields__}
+    return {name: getattr(quadratic, name) for name in quadratic.__dataclass_fields__ if name != "lower"}
 
 
 def close(a, b, tolerance):
@@ -110,6 +112,36 @@ def test_problem_starts_away_from_the_solution_and_measures_the_way(quadratic):
     error = problem.metrics["error"]
     assert error(problem.x0, problem.y0) == pytest.approx(np.linalg.norm(1 - quadratic.solution()), rel=1e-14)
     assert error(quadratic.solution(), problem.y0) == 0
+
+
+def test_the_error_is_that_of_the_lower_level_asked_for(quadratic):
+    local = dataclasses.replace(jax.tree.map(jnp.asarray, quadratic), lower="local")
+    problem = local.problem()
+    assert close(problem.metrics["error"](quadratic.own_solution(), problem.y0), 0, 1e-14)
+    assert problem.metrics["error"](quadratic.solution(), problem.y0) > 1e-2
+    with pytest.raises(ValueError, match='lower is \'own\'; it must be "global" or "local"'):
+        fb.Quadratic.random(jax.random.key(1), CLIENTS, DX, DY, lower="own")
+
+
+def test_one_client_with_all_samples_has_the_same_objectives(quadratic, point):
+    """f, g and their gradients on pooled data are the means over the clients."""
+    known = jax.tree.map(jnp.asarray, quadratic)
+    several, pooled = (known.clients(samples=3, noise=0.5, pooled=pool) for pool in (False, True))
+    problem = known.problem()
+
+    def both(clients, level):
+        function, data = getattr(problem, level), getattr(clients, level)
+        batches = jax.vmap(lambda client: data.batch(client, jax.random.key(0)).samples)(
+            jnp.arange(clients.n)
+        )
+        return jax.vmap(lambda own: jax.value_and_grad(function, (0, 1))(*point, own))(batches)
+
+    assert pooled.n == 1
+    for level in ("lower", "upper"):
+        each, together = both(several, level), both(pooled, level)
+        for ours, theirs in zip(jax.tree.leaves(together), jax.tree.leaves(each), strict=True):
+            assert close(ours[0], theirs.mean(0), 1e-12)
+            assert not close(ours[0], theirs[0], 1e-2), "clients differ"
 
 
 # ------------------------------------------------------------------ saddle points and compositions

@@ -68,7 +68,7 @@ class PushAdjoint(eqx.Module):
             sender's weights of the opposite link (needs undirected links, exact where these are fixed).
 
     Cost a node and round: one g_xy and g_yy each (VR-HGP: two), on one batch if shared; a message of d_y
-    scalars (VR-HGP: 2d_y) a link.
+    scalars (VR-HGP: 2d_y) a link. Independent edges where the lower level steps before sending: two messages.
 
     Reference: N. Terashita, S. Hara, Personalized decentralized bilevel optimization over random and directed
     networks, 2022, algorithms 4 and 5 (with w in line 22 of the latter, and v starting from zero).
@@ -94,6 +94,10 @@ class PushAdjoint(eqx.Module):
         if self.outer != "local":
             (check_undirected if self.back == "reversed" else check_both_ways)(network)
 
+    def exchanges(self, when: When) -> int:
+        """How many exchanges the recursion takes."""
+        return 0 if self.outer == "local" else self.terms * (2 if self._twice(when) else 1)
+
     def hypergradient(self, fed: Federation, at: Equilibrium, key: jax.Array) -> At:
         """The hypergradient in its own x, at every node."""
         everyone = fed.everyone
@@ -104,10 +108,10 @@ class PushAdjoint(eqx.Module):
         def body(index: Any, carry: tuple[At, At]) -> tuple[At, At]:
             v, vectors = carry
             k_run, k_links, k_again = jr.split(jr.fold_in(k_rounds, index), 3)
-            received = self._received(fed, at, vectors, at.time + index, k_links)
-            again = (
-                self._received(fed, at, vectors, at.time + index, k_again) if self._twice(at) else received
-            )
+            twice = self._twice(at.when)
+            time = at.time + (2 if twice else 1) * index
+            received = self._received(fed, at, vectors, time, k_links)
+            again = self._received(fed, at, vectors, time + 1, k_again) if twice else received
             out = everyone.run(self._program(at), *at[:3], v, vectors, start[1], received, again, key=k_run)
             return out[0], out[1]
 
@@ -117,8 +121,8 @@ class PushAdjoint(eqx.Module):
     def _program(self, at: Equilibrium) -> Backward:
         return Backward(at.lr, self.alpha, self.beta, at.when, self.edges == "independent")
 
-    def _twice(self, at: Equilibrium) -> bool:
-        return self.edges == "independent" and at.when == "before" and self.outer != "local"
+    def _twice(self, when: When) -> bool:
+        return self.edges == "independent" and when == "before" and self.outer != "local"
 
     def _received(self, fed: Federation, at: Equilibrium, vectors: At, time: Any, key: jax.Array) -> At:
         if self.outer == "local":
@@ -142,7 +146,7 @@ def HGP(terms: int, **options: Any) -> PushAdjoint:
     return PushAdjoint(terms, **options)
 
 
-def VRHGP(terms: int, alpha: float = 0.9, beta: float = 0.1, **options: Any) -> PushAdjoint:
+def VRHGP(terms: int, alpha: Any = 0.9, beta: Any = 0.1, **options: Any) -> PushAdjoint:
     """Hypergradient push with reduced variance, a mean of two estimates whose error falls with M.
 
     Args:

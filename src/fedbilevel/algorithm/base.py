@@ -9,12 +9,18 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import equinox as eqx
 import jax
+import numpy as np
 
 from fedbilevel.fed.federation import Federation
+from fedbilevel.fed.links import Complete
 from fedbilevel.tree import PyTree
 
 State = TypeVar("State")
 Info: TypeAlias = dict[str, jax.Array]
+
+
+class CannotRunError(ValueError):
+    """A method cannot run over these links, however it is set: no mistake, but an "n/a" in a table."""
 
 
 class Variables(NamedTuple):
@@ -67,6 +73,10 @@ class Algorithm(eqx.Module, Generic[State]):
         """This algorithm for n clients: with what depends on their number made, and checked."""
         return self
 
+    def on(self, problem: Any) -> Any:
+        """This algorithm for a problem: with what can be made once for all steps made."""
+        return self
+
     def at(self, time: Any) -> Any:
         """This algorithm with every schedule replaced by its value at step `time`."""
         return jax.tree.map(
@@ -93,11 +103,31 @@ def check_lengths(algorithm: Algorithm[Any], n: int) -> None:
     """Raise an error that explains if a setting with one number for each client has not n of them."""
     for field in dataclasses.fields(algorithm):
         value = getattr(algorithm, field.name)
-        if isinstance(value, tuple) and all(isinstance(v, int | float) for v in value) and len(value) != n:
+        numbers = isinstance(value, tuple) and value and all(isinstance(v, int | float) for v in value)
+        if numbers and len(value) != n:
             raise ValueError(
                 f"{field.name} has {len(value)} numbers, but there are {n} clients; "
                 "give one number for each client, or one for all of them"
             )
+
+
+def with_server(method: Any, n: int) -> Any:
+    """A method that needs a server, if its `links` give one among n clients; else an error that says so.
+
+    A server hears everybody in every exchange. Only links between all clients, always there, do as much.
+    """
+    heard = method.links.network(n).heard()
+    if not np.all(heard + np.eye(n) >= 1):
+        raise CannotRunError(f"{type(method).__name__} needs a server, which only complete links give")
+    return dataclasses.replace(method, links=Complete())
+
+
+def check_not_negative(settings: Any, *names: str) -> None:
+    """Check the named fields of an algorithm: numbers of at least 0 (or values known at run time only)."""
+    for name in names:
+        value = getattr(settings, name)
+        if isinstance(value, int | float) and not value >= 0:
+            raise ValueError(f"{name} is {value!r}; it must be a number of at least 0")
 
 
 class TwoVariables(Algorithm[Variables]):

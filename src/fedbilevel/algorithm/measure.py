@@ -72,16 +72,31 @@ class PointProbe(TwoVariables):
         return drift | {"lower_distance": norm(newton)}
 
 
+UNSEEN: Mapping[str, str] = {"test": "", "validation": "validation_"}
+"""The data that only metrics see, and what the names of the metrics there begin with."""
+
+
 class OwnMetrics(Program):
-    """`(x, y) ↦ {name: metric}` of the problem's `client_metrics` on a client's own test data."""
+    """`(x, y) ↦ {name: (metric, samples)}` of the problem's `client_metrics` on a client's own data.
+
+    On its test data and, as `validation_<name>`, on its validation data if there are any. A metric comes with
+    the number of samples that it is the mean of: only the client knows it.
+    """
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
-        batch = me.batch("test", me.key)
-        return {name: weighted(metric)(*values, batch) for name, metric in me.problem.client_metrics.items()}
+        found = {}
+        for level, prefix in UNSEEN.items():
+            if not me.samples(level).longest:  # nobody has such data
+                continue
+            batch = me.batch(level, me.key)
+            for name, metric in me.problem.client_metrics.items():
+                value = weighted(metric)(*values, batch)
+                found[prefix + name] = jnp.stack([value, jnp.asarray(batch.count, value.dtype)])
+        return found
 
 
 class ClientProbe(TwoVariables):
-    """Every client's own metrics, one row a client, and who `answered`.
+    """Every client's own metrics and the numbers of their samples, `(clients, 2)` each, and who `answered`.
 
     Variables that clients keep for themselves are evaluated as they are: each client's own.
     """

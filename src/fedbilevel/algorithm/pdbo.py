@@ -10,20 +10,20 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 
-from fedbilevel.adjoint.push import HGP, VRHGP, Equilibrium, receiving_weights
+from fedbilevel.adjoint.backward import When
+from fedbilevel.adjoint.push import HGP, VRHGP, Equilibrium, PushAdjoint, receiving_weights
 from fedbilevel.algorithm.base import Algorithm, Info, Rate, rate
 from fedbilevel.algorithm.fedbio import copies
 from fedbilevel.algorithm.sgp import Lower, PushSum, first_lower, rates_of_steps
 from fedbilevel.fed.federation import Federation
-from fedbilevel.fed.links import Alone
-from fedbilevel.fed.network import Links, check_push_sum
+from fedbilevel.fed.network import Links, Network, check_push_sum
 from fedbilevel.fed.place import At, Kept
 from fedbilevel.fed.program import Program
 from fedbilevel.local.optimizer import Optimizer, optimizer
-from fedbilevel.local.push_sum import Debiased, ReceivingWeights, Restart, Weighted, When
+from fedbilevel.local.push_sum import ReceivingWeights, Restart
 from fedbilevel.local.work import check_count
 from fedbilevel.problem.oracle import Client
-from fedbilevel.tree import PyTree
+from fedbilevel.tree import PyTree, add, scale, sub
 
 
 class Upper(NamedTuple):
@@ -53,6 +53,26 @@ class UpperStep(Program):
         return me.problem.constraint(x), memory
 
 
+class Displaced(Program):
+    """`(before, after, w) ↦ (z, w)`: what a node sends of x, `z = w · before + (after − before)`.
+
+    As the lower level's gradient steps, that of x is not weighted by w: then Σz, and so the limit, has every
+    node's step alike.
+    """
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        before, after, w = values
+        return add(scale(w, before), sub(after, before)), w
+
+
+class Agreed(Program):
+    """`(z, w) ↦ x = z/w`, where it may be."""
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        z, w = values
+        return me.problem.constraint(scale(1 / w, z))
+
+
 class PDBO(Algorithm[PersonalState]):
     """Every node tunes hyperparameters x_i of its own, for the mean outer cost of all; nobody is the server.
 
@@ -78,11 +98,11 @@ class PDBO(Algorithm[PersonalState]):
         statistics: `p̄_ij/δ̄_{j→i}`, which correct for links that are rarely there: "estimated" by the nodes
             while they push, "known" from the network, or `(n, n)` numbers of one's own.
         consensus: agree on one x too, by push-sum after each step (CDBO).
-        local: every node solves its own lower level (with `consensus`: CDBO-Local).
+        local: every node solves its own lower level, without exchanges (with `consensus`: CDBO-Local).
 
     Cost a step: `T + M` rounds; over every link that is present d_y + 1 scalars in T of them and d_y
-    (VR-HGP: 2d_y) in M; a node T calls of g_y, M (2M) of g_yy and g_xy, one of f_x and f_y. `consensus` adds
-    a round, d_x + 1.
+    (VR-HGP: 2d_y) in M, neither of both where `local`; a node T calls of g_y, M (2M) of g_yy and g_xy, one of
+    f_x and f_y. `consensus` adds a round, d_x + 1.
 
     Reference: N. Terashita, S. Hara, Personalized decentralized bilevel optimization over random and directed
     networks, 2022.
@@ -112,7 +132,11 @@ class PDBO(Algorithm[PersonalState]):
         if (self.alpha is None) != (self.beta is None):
             raise ValueError(f"alpha is {self.alpha} and beta {self.beta}; give both, or None for both (HGP)")
         PushSum(self.links, self.when)
-        self._adjoint()
+        if self.local and getattr(self._adjoint(), "outer", None) != "local":
+            raise ValueError(
+                "with local=True nodes solve their own lower level, which asks nobody: "
+                'the adjoint must have outer="local"'
+            )
 
     def _adjoint(self) -> Any:
         if self.adjoint is not None:
@@ -125,9 +149,15 @@ class PDBO(Algorithm[PersonalState]):
         network = self.links.network(n)
         check_push_sum(network)
         self._adjoint().check(network)
-        known = isinstance(self.statistics, str) and self.statistics == "known"  # an array has no truth value
-        statistics = receiving_weights(network) if known else self.statistics
-        return dataclasses.replace(self, links=network, statistics=statistics)
+        return dataclasses.replace(self, links=network, statistics=self._statistics(network))
+
+    def _statistics(self, network: Network) -> Any:
+        if isinstance(self.statistics, str):
+            return receiving_weights(network) if self.statistics == "known" else self.statistics
+        n, numbers = network.base.shape[-1], jnp.asarray(self.statistics, float)
+        if numbers.shape != (n, n):
+            raise ValueError(f"statistics have shape {numbers.shape}; {n} clients need ({n}, {n})")
+        return numbers
 
     def at(self, time: Any) -> Any:
         """A schedule of the inner step becomes the table of its values, which another process can read."""
@@ -141,20 +171,21 @@ class PDBO(Algorithm[PersonalState]):
         memory = jax.vmap(self.upper.init)(x0)
         upper = Upper(fed.keep(x0), fed.keep(jnp.ones(fed.n)), fed.keep(memory))
         lower = self._descended(fed, upper, first_lower(fed), jnp.zeros((), jnp.int32), key)
-        return PersonalState(upper, lower, jnp.asarray(self.lower_steps, jnp.int32))
+        return PersonalState(upper, lower, jnp.asarray(self._inner_exchanges(), jnp.int32))
 
     def step(self, fed: Federation, state: PersonalState, key: jax.Array) -> tuple[PersonalState, Info]:
         k_adjoint, k_upper, k_links, k_lower = jr.split(key, 4)
-        everyone, (x, _, memory) = fed.everyone, state.upper
+        everyone, (x, weight, memory) = fed.everyone, state.upper
         h = self._adjoint().hypergradient(fed, self._reached(fed, state), k_adjoint)
         out = everyone.run(UpperStep(self.upper), everyone.take(x), h, everyone.take(memory), key=k_upper)
-        upper = state.upper._replace(x=everyone.put(x, out[0]), memory=everyone.put(memory, out[1]))
+        upper, time = Upper(x, weight, everyone.put(memory, out[1])), state.time + self._exchanges()
         if self.consensus:
-            upper = self._agreed(fed, upper, state.time, k_links)
+            upper, time = self._agreed(fed, upper, out[0], time, k_links), time + 1
+        else:
+            upper = upper._replace(x=everyone.put(x, out[0]))
         start = state.lower if self.warm_start else _restarted(fed, state.lower)
-        time = state.time + self.terms
         lower = self._descended(fed, upper, start, time, k_lower)
-        return PersonalState(upper, lower, time + self.lower_steps), {}
+        return PersonalState(upper, lower, time + self._inner_exchanges()), {}
 
     def solution(self, state: PersonalState) -> tuple[PyTree, PyTree]:
         return state.upper.x, state.lower.y
@@ -162,7 +193,7 @@ class PDBO(Algorithm[PersonalState]):
     # ------------------------------------------------------------------ parts
 
     def _descended(self, fed: Federation, upper: Upper, start: Lower, time: Any, key: jax.Array) -> Lower:
-        links: Links = Alone() if self.local else self.links
+        links = None if self.local else self.links
         rates = rates_of_steps(self.lower_lr, self.lower_steps)
         return PushSum(links, self.when).run(fed, fed.everyone.take(upper.x), start, rates, key, time)
 
@@ -181,12 +212,20 @@ class PDBO(Algorithm[PersonalState]):
             return everyone.run(ReceivingWeights(), everyone.take(lower.statistics), key=jr.key(0))
         return everyone.take(fed.keep(self.statistics))
 
-    def _agreed(self, fed: Federation, upper: Upper, time: Any, key: jax.Array) -> Upper:
-        """x mixed with the neighbours': push-sum with a weight of its own."""
+    def _exchanges(self) -> int:
+        """How many exchanges a hypergradient takes. (Those of other kinds are references, not protocols.)"""
+        adjoint = self._adjoint()
+        return adjoint.exchanges(self.when) if isinstance(adjoint, PushAdjoint) else 0
+
+    def _inner_exchanges(self) -> int:
+        return 0 if self.local else self.lower_steps
+
+    def _agreed(self, fed: Federation, upper: Upper, moved: At, time: Any, key: jax.Array) -> Upper:
+        """x after a step, mixed with the neighbours': push-sum with a weight of its own."""
         everyone = fed.everyone
-        weighted = everyone.run(Weighted(), everyone.take(upper.x), everyone.take(upper.w), key=key)
-        mixed = everyone.push(weighted, self.links, "x", key=key, time=time)
-        x = everyone.run(Debiased(), mixed[0], mixed[1], key=key)
+        sent = everyone.run(Displaced(), everyone.take(upper.x), moved, everyone.take(upper.w), key=key)
+        mixed = everyone.push(sent, self.links, "x", key=key, time=time)
+        x = everyone.run(Agreed(), mixed[0], mixed[1], key=key)
         return upper._replace(x=everyone.put(upper.x, x), w=everyone.put(upper.w, mixed[1]))
 
 

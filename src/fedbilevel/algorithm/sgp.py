@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 
+from fedbilevel.adjoint.backward import When
 from fedbilevel.algorithm.base import Algorithm, Info, Rate, rate
 from fedbilevel.algorithm.fedbio import copies
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.network import Links, check_push_sum
 from fedbilevel.fed.place import At, Kept
-from fedbilevel.local.push_sum import Arrived, Debiased, Noted, Outgoing, Weighted, When
+from fedbilevel.local.push_sum import Arrived, Debiased, Noted, Outgoing, Weighted
 from fedbilevel.local.work import check_count
 from fedbilevel.tree import PyTree
 
@@ -49,12 +50,12 @@ class PushSum(eqx.Module):
     """Steps of stochastic gradient push.
 
     Args:
-        links: who hears whom.
+        links: who hears whom; None: every node is alone, and nothing is exchanged.
         when: "before": nodes send `z − α∇_y g_i(x_i, z/w)`; "after": they send z and then subtract
             `α∇_y g_i` of the old point.
     """
 
-    links: Links
+    links: Links | None
     when: When = eqx.field(static=True, default="after")
 
     def __check_init__(self) -> None:
@@ -68,13 +69,17 @@ class PushSum(eqx.Module):
         everyone = fed.everyone
         k_batch, k_links = step_keys(key)
         out = everyone.run(Outgoing(lr, self.when), x, z, w, key=k_batch)
-        mixed = everyone.push(out[0], self.links, "z", key=k_links, time=time)
+        mixed, links = out[0], self.links
+        if links is not None:
+            mixed = everyone.push(mixed, links, "z", key=k_links, time=time)
         arrived = everyone.run(Arrived(self.when), mixed, out[1], key=key)
         return arrived[0], arrived[1]
 
     def step(self, fed: Federation, x: At, now: Pushed, lr: Any, time: Any, key: jax.Array) -> Pushed:
         """An exchange, of which nodes note what they sent and whom they heard."""
         z, w = self.exchange(fed, x, now.z, now.w, lr, time, key)
+        if self.links is None:
+            return Pushed(z, w, now.statistics)
         seen = fed.everyone.witnessed(self.links, key=step_keys(key)[1], time=time)
         return Pushed(z, w, fed.everyone.run(Noted(), now.statistics, seen, key=key))
 

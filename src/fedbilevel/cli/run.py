@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from fedbilevel.algorithm.base import CannotRunError
 from fedbilevel.cli.say import is_terminal, remark, show
 from fedbilevel.experiment.change import parsed
 from fedbilevel.experiment.config import Plan, plans
@@ -181,9 +182,14 @@ def _estimate(todo: Sequence[Plan]) -> None:
     variants = {plan.variant: plan for plan in reversed(todo)}
     whole = 0.0
     for variant, plan in reversed(variants.items()):
-        found, seeds = estimate(plan), sum(other.variant == variant for other in todo)
+        name, seeds = variant or plan.config["name"], sum(other.variant == variant for other in todo)
+        try:
+            found = estimate(plan)
+        except CannotRunError as error:
+            show(f"{name}: n/a, {error}")
+            continue
         whole += seeds * found.seconds
-        show(f"{variant or plan.config['name']}, {seeds} seed{'s' * (seeds > 1)}, each: {found}")
+        show(f"{name}, {seeds} seed{'s' * (seeds > 1)}, each: {found}")
     show(f"All {len(todo)} runs: about {duration(whole)}")
 
 
@@ -212,8 +218,8 @@ def _go_on(tasks: Sequence[Task], out: pathlib.Path, *, together: bool, again: b
 def _line(outcome: Outcome, number: int, of: int) -> str:
     name = outcome.plan.variant or outcome.plan.config["name"]
     how = outcome.status if outcome.fresh else f"{outcome.status} before"
-    steps = f"{outcome.result.steps} steps"
-    return f"[{number}/{of}] {name}, seed {outcome.plan.seed}: {how}, {steps}, {outcome.folder}"
+    what = outcome.reason if outcome.result is None else f"{outcome.result.steps} steps"
+    return f"[{number}/{of}] {name}, seed {outcome.plan.seed}: {how}, {what}, {outcome.folder}"
 
 
 def _compare(
@@ -226,7 +232,7 @@ def _compare(
     show(comparison.table() if is_terminal() and not as_json else text)
     if figures is not None:
         figures.mkdir(parents=True, exist_ok=True)
-        drawn = draw_curves(runs, metric, figures)
+        drawn = draw_curves([run for run in runs if len(run.rows)], metric, figures)
         remark(f"Figures: {drawn[0]} and {len(drawn) - 1} more")
 
 

@@ -28,6 +28,8 @@ class Clients(eqx.Module):
             (a dict, a tuple, an array) stacked as `(clients, samples, ...)`.
         upper: what `f` sees (validation data), in the same form; default: the same as `lower`.
         test: what the problem's `client_metrics` see, in the same form; default: the same as `upper`.
+        validation: what only metrics see, beside the test data, to choose among the points of a run without a
+            look at these; in the same form. It is no level: neither f nor g sees it. Default: there is none.
         batch_size: samples in a minibatch; None: every oracle call sees all of a client's samples.
         weights: `"uniform"` (as in the papers), `"size"` (by number of lower samples) or a vector:
             one weight vector for every average over clients.
@@ -40,6 +42,7 @@ class Clients(eqx.Module):
     lower: Samples
     upper: Samples
     test: Samples
+    validation: Samples
     weights: Any
 
     def __init__(
@@ -48,6 +51,7 @@ class Clients(eqx.Module):
         upper: PyTree = None,
         *,
         test: PyTree = None,
+        validation: PyTree = None,
         batch_size: int | None = None,
         weights: Literal["uniform", "size"] | Any = "uniform",
     ) -> None:
@@ -55,7 +59,11 @@ class Clients(eqx.Module):
         self.upper = self.lower if upper is None else _collect(upper, batch_size, "upper")
         # Metrics are of all samples: minibatches are for training.
         self.test = _batched(self.upper if test is None else _collect(test, None, "test"), None)
-        for level, samples in (("upper", self.upper), ("test", self.test)):
+        held_out = _nothing(self.n) if validation is None else _collect(validation, None, "validation")
+        self.validation = _batched(held_out, None)
+        if self.has_validation:
+            _check_alike(self.validation, self.test)
+        for level, samples in (("upper", self.upper), ("test", self.test), ("validation", self.validation)):
             if samples.size.shape != self.lower.size.shape:
                 raise DataError(
                     f"there are {len(self.lower.size)} clients with lower-level data and "
@@ -67,6 +75,11 @@ class Clients(eqx.Module):
     def n(self) -> int:
         """How many clients there are."""
         return len(self.lower.size)
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether there are data that only metrics see, beside the test data."""
+        return self.validation.longest > 0
 
     @property
     def has_weightless(self) -> bool:
@@ -81,14 +94,15 @@ class Clients(eqx.Module):
         upper: Sequence[Any] | None = None,
         *,
         test: Sequence[Any] | None = None,
+        validation: Sequence[Any] | None = None,
         batch_size: int | None = None,
         weights: Literal["uniform", "size"] | Any = "uniform",
     ) -> Clients:
         """Clients that share one stored copy of `data`; each list holds a client's row numbers."""
         flat = jax.tree.map(jnp.asarray, data)
         parts = [None if rows is None else _indexed(flat, rows, batch_size) for rows in (lower, upper)]
-        own_test = None if test is None else _indexed(flat, test, None)
-        return cls(*parts, test=own_test, weights=weights)
+        unseen = [None if rows is None else _indexed(flat, rows, None) for rows in (test, validation)]
+        return cls(*parts, test=unseen[0], validation=unseen[1], weights=weights)
 
     def whole(self) -> Clients:
         """The same clients with full batches."""
@@ -101,10 +115,25 @@ class Clients(eqx.Module):
 
     def only(self, client: int) -> Clients:
         """One client's own data, with the draws it makes in the whole federation."""
-        levels = (self.lower, self.upper, self.test)
+        levels = (self.lower, self.upper, self.test, self.validation)
         own = {id(level.start): _only(level, client) for level in levels}  # what levels share is copied once
-        lower, upper, test = (_batched(own[id(level.start)], level.batch_size) for level in levels)
-        return Clients(lower, upper, test=test)
+        lower, upper, test, rest = (_batched(own[id(level.start)], level.batch_size) for level in levels)
+        return Clients(lower, upper, test=test, validation=rest)
+
+    def pooled(self) -> Clients:
+        """One client that has all samples: what a method for one machine runs on.
+
+        Its f and g are means over all samples. These are the federation's own only where every client weighs
+        as much as its share of the samples, at both levels; anything else is another problem, and refused.
+
+        >>> Clients(lower=[np.ones((3, 2)), np.ones((5, 2))], weights="size").pooled().lower.size.tolist()
+        [8]
+        """
+        for level in ("lower", "upper"):
+            _check_shares(self.weights, getattr(self, level).size, level)
+        levels = (self.lower, self.upper, self.test, self.validation)
+        lower, upper, test, validation = map(_pooled, levels)
+        return Clients(lower, upper, test=test, validation=validation)
 
 
 def _collect(source: PyTree, batch_size: int | None, level: str) -> Samples:
@@ -193,6 +222,25 @@ def _indexed(flat: PyTree, lists: Sequence[Any], batch_size: int | None) -> Samp
     return _samples(flat, np.array([len(r) for r in lists]), batch_size, "indexed", jnp.asarray(rows))
 
 
+def _nothing(clients: int) -> Samples:
+    """A level at which nobody has a sample."""
+    none = jnp.zeros(clients, jnp.int32)
+    return Samples((), none, none, None, None, 0, 0)
+
+
+def _check_alike(validation: Samples, test: Samples) -> None:
+    """The same metrics read both."""
+    seen = [
+        (jax.tree.structure(samples.flat), [leaf.shape[1:] for leaf in jax.tree.leaves(samples.flat)])
+        for samples in (validation, test)
+    ]
+    if seen[0] != seen[1]:
+        raise DataError(
+            f"the validation samples have the structure and shapes {seen[0]}, the test samples (by default "
+            f"those of the upper level) {seen[1]}; the same metrics read both, so they must be alike"
+        )
+
+
 def _check_batch_size(batch_size: Any) -> None:
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
         raise DataError(
@@ -212,6 +260,26 @@ def _only(samples: Samples, client: int) -> Samples:
     flat = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)[rows]), samples.flat)
     start, length = jnp.zeros(1, jnp.int32), jnp.full(1, size, jnp.int32)
     return Samples(flat, start, length, None, samples.batch_size, samples.longest, samples.smallest)
+
+
+def _pooled(s: Samples) -> Samples:
+    """All samples as one client's: clients lie one behind the other, so nothing has to move."""
+    total = int(np.sum(np.asarray(s.size)))
+    start, size = jnp.zeros(1, jnp.int32), jnp.full(1, total, jnp.int32)
+    return Samples(s.flat, start, size, s.rows, s.batch_size, total, total)
+
+
+def _check_shares(weights: Any, sizes: jax.Array, level: str) -> None:
+    """Raise an error that explains unless the mean over clients is the mean over all of their samples."""
+    own = np.ones(len(sizes)) if weights is None else np.asarray(weights, float)
+    weight, share = own / own.sum(), np.asarray(sizes, float) / np.sum(np.asarray(sizes))
+    client = int(np.argmax(np.abs(weight - share)))
+    if not np.isclose(weight[client], share[client], rtol=1e-5, atol=0):
+        raise DataError(
+            f"pooled data weigh every sample alike, but client {client} has {share[client]:.3g} of the "
+            f"{level}-level samples and {weight[client]:.3g} of the weight: another problem. Give all "
+            'clients equally many samples, or weights="size" and the same split.'
+        )
 
 
 def _weights(weights: Any, sizes: jax.Array) -> Any:

@@ -1,7 +1,9 @@
-"""From a data set to clients: long tail, partition, split and label noise, in this order."""
+"""From a data set to clients: share, long tail, partition, split and label noise, in this order."""
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -10,7 +12,7 @@ import numpy.typing as npt
 
 from fedbilevel.data.clients import Clients, DataError
 from fedbilevel.data.dataset import Dataset, Table
-from fedbilevel.data.partition import Partition, Rows
+from fedbilevel.data.partition import Number, Partition, Rows
 
 # Annotations say what is called, not which class: a function of one's own will do at every stage.
 Thinning: TypeAlias = Callable[[Table, np.random.Generator], Rows]
@@ -22,8 +24,11 @@ def federate(
     dataset: Dataset,
     partition: Partition,
     *,
+    with_test: bool = False,
+    share: Number = 1.0,
     long_tail: Thinning | None = None,
     split: Splitting | None = None,
+    upper: str = "validation",
     noise: Corruption | None = None,
     places: str | None = None,
     numbered: bool = False,
@@ -41,10 +46,15 @@ def federate(
     Args:
         dataset: a loaded one, or your own arrays: `Dataset("mine", train, test, classes)`.
         partition: which samples each client gets, such as `Iid(100)`.
+        with_test: deal out the data set's test samples too, behind its training samples. Test then on the
+            clients' own test samples alone: `dataset.test` has become part of what clients train on.
+        share: of the samples, drawn at random before all else; the others are left out.
         long_tail: which samples there are at all, such as `LongTail(0.01)`; None: all of them.
         split: `Split(0.2)`: training samples are the lower level's, validation samples the upper level's,
             test samples the clients' own test data. Without a split, or where it leaves no validation
             samples, both levels share the training samples.
+        upper: "validation": as said; "training": both levels share the training samples, and the validation
+            samples are `Clients.validation`, which only metrics see: to choose the step that is reported.
         noise: wrong labels among the training samples, such as `LabelNoise(0.4)`. Without a split, the upper
             level sees them too.
         places: adds the column `place`, for variables with one entry a training sample. "own": the position
@@ -63,7 +73,9 @@ def federate(
     stages = {"partition": partition, "long_tail": long_tail, "split": split, "noise": noise}
     for name, stage in stages.items():
         _check_stage(name, stage, optional=name != "partition")
-    tail_rng, partition_rng, split_rng, noise_rng = _streams(seed, 4)
+    _check_upper(upper)
+    tail_rng, partition_rng, split_rng, noise_rng, share_rng = _streams(seed, 5)
+    dataset = _chosen(dataset, with_test, share, share_rng)
     kept = np.arange(dataset.size) if long_tail is None else long_tail(dataset.train, tail_rng)
     own = _dealt(dataset, partition, kept, partition_rng)
     train, validation, test = _levels(own, split, split_rng)
@@ -74,11 +86,13 @@ def federate(
         extra["client"] = _numbered(dataset.size, own)
     used = np.unique(np.concatenate([*train, *(validation or ()), *(test or ()), np.zeros(0, np.int64)]))
     samples = {"inputs": dataset.train["inputs"], "labels": labels, **extra}
+    held_out = validation and _renumbered(validation, used, "validation")
     return Clients.indexed(
         {name: column[used] for name, column in samples.items()},
         _renumbered(train, used, "training"),
-        validation and _renumbered(validation, used, "validation"),
+        held_out if upper == "validation" else None,
         test=test and _renumbered(test, used, "test"),
+        validation=held_out if upper == "training" else None,
         batch_size=batch_size,
         weights=weights,
     )
@@ -94,6 +108,29 @@ def _check_stage(name: str, stage: Any, *, optional: bool) -> None:
         raise DataError(f"{name} is the class {stage.__name__} itself; make one: {stage.__name__}(...)")
     if not (callable(stage) or (optional and stage is None)):
         raise DataError(f"{name} is {stage!r}; it must be a callable object, see `fedbilevel.data`")
+
+
+def _check_upper(upper: Any) -> None:
+    kinds = ("validation", "training")
+    if upper not in kinds:
+        near = difflib.get_close_matches(str(upper), kinds, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise DataError(f'upper is {upper!r}; it must be "validation" or "training"{hint}')
+
+
+def _chosen(dataset: Dataset, with_test: bool, share: Number, rng: np.random.Generator) -> Dataset:
+    """The data set with those training samples alone that may be dealt out, in their order."""
+    if not 0 < share <= 1:
+        raise DataError(f"share is {share!r}; it must be above 0 and at most 1")
+    if share == 1 and not with_test:
+        return dataset
+    tables = [dataset.train, dataset.test] if with_test else [dataset.train]
+    sizes = [len(table["labels"]) for table in tables]
+    kept = np.sort(rng.permutation(sum(sizes))[: max(round(share * sum(sizes)), 1)])
+    rows = [kept[kept < sizes[0]], kept[kept >= sizes[0]] - sizes[0]][: len(tables)]
+    names = [name for name in dataset.train if all(name in table for table in tables)]
+    parts = {name: [table[name][own] for table, own in zip(tables, rows, strict=True)] for name in names}
+    return dataclasses.replace(dataset, train={name: np.concatenate(part) for name, part in parts.items()})
 
 
 def _dealt(dataset: Dataset, partition: Partition, kept: Rows, rng: np.random.Generator) -> list[Rows]:

@@ -227,16 +227,17 @@ class Pachinko:
 class Natural:
     """One client for each owner of samples (a writer, a role), in the order of the owners' numbers.
 
-    Leaves samples out: those of owners who are too small or too many. Draws nothing. Needs the column
-    `owner`.
+    Leaves samples out: those of owners who are too small or too many. Needs the column `owner`.
 
     Args:
-        clients: how many owners, the largest ones (of equal ones, those with the lower numbers); None: all.
+        clients: how many owners; None: all.
         at_least: owners with fewer samples are left out.
+        random: owners at random; default: the largest ones (of equal ones, those with the lower numbers).
     """
 
     clients: int | None = None
     at_least: int = 1
+    random: bool = False
 
     def __post_init__(self) -> None:
         _at_least_one(self, *(["clients"] if self.clients is not None else []), "at_least")
@@ -249,8 +250,9 @@ class Natural:
                 f"{self} finds {len(owned)} owners with at least {self.at_least} samples; it needs "
                 f"{max(wanted, 1)}: lower `clients` or `at_least`"
             )
-        largest = np.argsort([-len(rows) for rows in owned], kind="stable")[:wanted]
-        return [owned[place] for place in sorted(largest)]
+        by_size = np.argsort([-len(rows) for rows in owned], kind="stable")
+        chosen = (rng.permutation(len(owned)) if self.random else by_size)[:wanted]
+        return [owned[place] for place in sorted(chosen)]
 
 
 def column(asker: Any, samples: Table, name: str) -> npt.NDArray[Any]:

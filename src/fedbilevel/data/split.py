@@ -67,11 +67,14 @@ class Split:
     Args:
         validation, test: shares of a client's samples, from 0 on, together below 1.
         shuffle: random parts; False: in order, training samples first, test samples last.
+        gap: samples left out between two parts that are in order, where neighbours overlap: windows of 81
+            characters, each 10 after the last, have none in common with `gap=8`. Shares are of what is left.
     """
 
     validation: Number = 0.2
     test: Number = 0.0
     shuffle: bool = True
+    gap: int = 0
 
     def __post_init__(self) -> None:
         if not (self.validation >= 0 and self.test >= 0 and self.validation + self.test < 1):
@@ -79,19 +82,26 @@ class Split:
                 f"{self}: validation and test are shares from 0 on, together below 1, so that samples "
                 "remain for training"
             )
+        if self.gap < 0 or (self.gap and self.shuffle):
+            raise DataError(f"{self}: gap is at least 0, and only parts in order (shuffle = False) have one")
 
     def __call__(self, rows: Rows, rng: np.random.Generator) -> tuple[Rows, Rows, Rows]:
         """Training, validation and test rows of one client, each ascending if `rows` are."""
         order = rng.permutation(len(rows)) if self.shuffle else np.arange(len(rows))
-        cuts = np.cumsum(self._sizes(len(rows)))[:2]
-        train, validation, test = (rows[np.sort(part)] for part in np.split(order, cuts))
+        sizes = self._sizes(len(rows))
+        gaps = self.gap * (np.cumsum(sizes > 0) - 1)
+        ends = np.cumsum(sizes) + gaps
+        train, validation, test = (
+            rows[np.sort(order[end - size : end])] for end, size in zip(ends, sizes, strict=True)
+        )
         return train, validation, test
 
-    def _sizes(self, total: int) -> Rows:
+    def _sizes(self, samples: int) -> Rows:
         shares = np.array([1 - self.validation - self.test, self.validation, self.test])
+        total = samples - self.gap * (np.count_nonzero(shares) - 1)
         if total < np.count_nonzero(shares):
             raise DataError(
-                f"{total} samples cannot be split into {np.count_nonzero(shares)} parts by {self}; give "
+                f"{samples} samples cannot be split into {np.count_nonzero(shares)} parts by {self}; give "
                 "every client more samples (`at_least`, or fewer clients), or leave a part out"
             )
         sizes = np.diff(np.rint(np.cumsum(shares) * total).astype(int), prepend=0)

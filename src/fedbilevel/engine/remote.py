@@ -73,6 +73,7 @@ class RemoteFederation(Federation):
         self.queues = [Queue() for _ in range(self.n)]
         self.numbers = Numbers()
         self.failures: list[str] = []
+        self.agreed: dict[Any, tuple[Ref, set[int], list[Any]]] = {}
         self._tokens = itertools.count()
         self._shapes: dict[Any, PyTree] = {}
 
@@ -218,6 +219,18 @@ class RemoteCohort(Cohort):
         ref = self.fed.numbers.new(spec_of(tree))
         for _, queue in self._queues():
             queue.put(ref, tree)
+        return ref
+
+    def _agreed(self, tree: PyTree) -> Ref:
+        # Sent once to each client, however often it is used: the same arrays are the same value.
+        leaves = jax.tree.leaves(tree)
+        spot = (jax.tree.structure(tree), tuple(map(id, leaves)))
+        ref, holders, _ = self.fed.agreed.setdefault(
+            spot, (self.fed.numbers.new(spec_of(tree)), set(), leaves)
+        )
+        for place, queue in self._queues(np.array([int(i) not in holders for i in self.ids])):
+            queue.put(ref, tree)
+            holders.add(int(self.ids[place]))
         return ref
 
     def _read_published(self, published: Published) -> tuple[Ref, Any, int]:

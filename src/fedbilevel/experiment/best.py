@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import pathlib
+import tomllib
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
@@ -59,6 +61,13 @@ class Best:
         """Whether the last `patience` rows brought nothing better."""
         place = self.place(history)
         return self.patience is not None and place is not None and len(history) - 1 - place >= self.patience
+
+
+def recorded_best(folder: pathlib.Path) -> Best | None:
+    """What a run's folder has in `[best]` of its settings; None if it has nothing there."""
+    file = folder / "config.toml"
+    table = tomllib.loads(file.read_text("utf-8")).get("best") if file.exists() else None
+    return None if table is None else Best(**{key: value for key, value in table.items() if key != "kind"})
 
 
 @dataclasses.dataclass(frozen=True)

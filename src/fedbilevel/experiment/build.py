@@ -106,7 +106,8 @@ def _problem_and_clients(plan: Plan) -> tuple[Problem, Clients]:
         )
     if "name" in data or {"inputs", "classes"} & known:
         dataset, clients = data_of(data)
-        return construct(table, PROBLEMS, "problem", _surroundings(dataset, clients, seed)), clients
+        test = None if data.get("with_test") else dataset.test  # what clients train on, nobody is tested on
+        return construct(table, PROBLEMS, "problem", _surroundings(dataset, clients, seed, test)), clients
     text = json.dumps([table, data, seed if "seed" in known else None], sort_keys=True)
     return _own_data(text, _precision())
 
@@ -129,13 +130,15 @@ def _own_data(text: str, precision: str) -> tuple[Problem, Clients]:
     return known.problem(), known.clients(**rest)
 
 
-def _surroundings(dataset: Dataset, clients: Clients, seed: int) -> Mapping[str, Callable[[], Any]]:
+def _surroundings(
+    dataset: Dataset, clients: Clients, seed: int, test: Any
+) -> Mapping[str, Callable[[], Any]]:
     """Arguments of a problem that the data decide."""
     classes = len(dataset.classes)
     return {
         "inputs": lambda: dataset.train["inputs"].shape[1:],
         "classes": lambda: classes,
-        "test": lambda: dataset.test,
+        "test": lambda: test,
         "balance": lambda: class_weights(clients, classes),
         "clients": lambda: clients.n,
         "samples": lambda: block_length(clients),

@@ -26,6 +26,11 @@ CITED: Mapping[str, tuple[str, ...]] = {
     "FedAvg": ("mcmahan2017communication",),
     "FedAvgS": ("hou2021efficient",),
     "QFFL": ("li2020fair",),
+    "FedProx": ("li2020federated",),
+    "FedAvgPlus": ("jiang2019improving",),
+    "PFedMe": ("dinh2020personalized",),
+    "ClusteredFL": ("sattler2021clustered",),
+    "FedEM": ("marfoq2021federated",),
     # problems
     "HyperRepresentation": ("franceschi2018bilevel", "tarzanagh2022fednest"),
     "FewShot": ("franceschi2018bilevel",),

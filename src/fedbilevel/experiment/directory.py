@@ -40,6 +40,9 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)-([0-9a-f]{16})\.npz")
 _DRAFT = re.compile(
     r"\.\.?(checkpoint\.npz|result\.npz|config\.toml|(manifest|history|clients)\.jsonl?)(\.\d+)?"
 )
+NOT_APPLICABLE = "n/a"
+"""The status of a run that there cannot be: its manifest has the `reason`, its history no rows."""
+
 _PACKAGES = ("fedbilevel", "jax", "jaxlib", "numpy", "equinox", "optax")
 
 

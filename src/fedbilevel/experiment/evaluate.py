@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedbilevel.algorithm.base import Variables
-from fedbilevel.algorithm.measure import MEASURES, ClientProbe, PointProbe
+from fedbilevel.algorithm.measure import MEASURES, UNSEEN, ClientProbe, PointProbe
 from fedbilevel.engine.base import Session, Stepper
 from fedbilevel.experiment.best import Row, higher_is_better
 from fedbilevel.fed.ledger import Ledger
@@ -58,24 +58,35 @@ class Evaluator:
         for probe in self._clients:
             answers = {name: np.asarray(value) for name, value in session.ask(probe, point, key).items()}
             answered = answers.pop("answered")
-            row |= summary({name: value[answered] for name, value in answers.items()})
-            values = {name: np.where(answered, value, np.nan) for name, value in answers.items()}
+            values = {name: np.where(answered, value[:, 0], np.nan) for name, value in answers.items()}
+            row |= summary(*({name: value[answered, i] for name, value in answers.items()} for i in (0, 1)))
         return row, values
 
 
-def summary(values: Mapping[str, npt.NDArray[Any]]) -> Row:
-    """Mean, worst and 10 % percentile over clients; NaN if a client's value is, or if there is none.
+SUMMARIES = ("mean", "worst", "p10", "weighted")
+"""What the history has of a client metric, as the ends of the names of its columns."""
 
-    The percentile is what the worst tenth of the clients does not surpass: the lowest tenth of an
-    accuracy, the highest of a loss.
+
+def summary(values: Mapping[str, npt.NDArray[Any]], samples: Mapping[str, npt.NDArray[Any]]) -> Row:
+    """What the history has of the clients' values; NaN if a client's value is, or if there is none.
+
+    * `mean`: every client counts alike.
+    * `worst`, `p10`: the worst client's, and the 10 % percentile, which the worst tenth of the clients does
+      not surpass: the lowest tenth of an accuracy, the highest of a loss.
+    * `weighted`: every sample counts alike, so that a client's weight is the number of its samples.
+
+    Args:
+        values: name -> one value a client.
+        samples: name -> the number of samples that each of these is the mean of.
     """
     row: Row = {}
     for name, column in values.items():
         high = higher_is_better(name)
-        column = column if len(column) else np.array([np.nan])
-        row[f"{name}_mean"] = float(np.mean(column))
-        row[f"{name}_worst"] = float(np.min(column) if high else np.max(column))
-        row[f"{name}_p10"] = float(np.percentile(column, 10 if high else 90))
+        column, sizes = (column, samples[name]) if len(column) else (np.array([np.nan]), np.ones(1))
+        worst = np.min(column) if high else np.max(column)
+        tenth = np.percentile(column, 10 if high else 90)
+        numbers = (np.mean(column), worst, tenth, np.average(column, weights=sizes))
+        row |= {f"{name}_{kind}": float(v) for kind, v in zip(SUMMARIES, numbers, strict=True)}
     return row
 
 
@@ -104,7 +115,12 @@ def _check_shared(point: Variables) -> None:
 def _check_names(problem: Problem, measure: Sequence[str]) -> None:
     """Every column of a history has one meaning."""
     taken = [*Ledger().columns(), "step", "seconds", *measure]
-    taken += [f"{name}_{kind}" for name in problem.client_metrics for kind in ("mean", "worst", "p10")]
+    taken += [
+        f"{prefix}{name}_{kind}"
+        for prefix in UNSEEN.values()
+        for name in problem.client_metrics
+        for kind in SUMMARIES
+    ]
     twice = sorted({name for name in taken if taken.count(name) > 1} | set(taken) & set(problem.metrics))
     if twice:
         raise ValueError(f"the metrics {twice} have the names of other columns of the history; rename them")

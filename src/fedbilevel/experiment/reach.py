@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from rich import box
@@ -21,7 +22,10 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "Jv": ("calls_g_xy",),
     "Hv": ("calls_g_yy",),
 }
-"""What is counted, and the columns of a history that add up to it; calls are of one client, on average."""
+"""What is counted, and the columns of a history that add up to it; all but rounds a client's, on average."""
+
+COMMUNICATION = ("rounds", "MB")
+"""What a client that is alone does not spend: it has nobody to talk to."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +36,8 @@ class Reached:
         variant: its name.
         runs: how many there are.
         reached: how many of them got there.
-        costs: what these had spent at their first evaluation there, by the names of `COLUMNS`.
+        costs: what a client of these had spent at their first evaluation there, by the names of `COLUMNS`;
+            NaN for none, and for the communication of a client that is alone.
     """
 
     variant: str
@@ -52,11 +57,13 @@ class Levels:
     def table(self) -> Table:
         """A table to print."""
         sign = "≥" if higher_is_better(self.metric) else "≤"
-        table = Table(title=Text(f"spent until {self.metric} {sign} {self.level:g}"), box=box.SIMPLE)
+        table = Table(
+            title=Text(f"spent by a client until {self.metric} {sign} {self.level:g}"), box=box.SIMPLE
+        )
         for title in ("variant", "reached", *COLUMNS):
             table.add_column(title, justify="left" if title == "variant" else "right")
         for line in self.lines:
-            cells = [str(score) if line.reached else "-" for score in line.costs.values()]
+            cells = ["-" if math.isnan(score.mean) else str(score) for score in line.costs.values()]
             table.add_row(Text(line.variant), f"{line.reached}/{line.runs}", *cells)
         return table
 
@@ -92,5 +99,9 @@ def _first(run: RecordedRun, metric: str, level: float) -> Row | None:
 
 def _spent(row: Row, run: RecordedRun) -> dict[str, float]:
     amounts = {name: float(sum(row[column] for column in columns)) for name, columns in COLUMNS.items()}
-    share = {"rounds": 1.0, "MB": 1e6}
-    return {name: amount / share.get(name, run.clients) for name, amount in amounts.items()}
+    share = {"rounds": 1.0, "MB": 1e6 * run.clients}
+    alone = COMMUNICATION if run.clients == 1 else ()
+    return {
+        name: math.nan if name in alone else amount / share.get(name, run.clients)
+        for name, amount in amounts.items()
+    }

@@ -66,6 +66,12 @@ ALGORITHMS: Mapping[str, Factory] = {
     "FedAvg": algorithm.FedAvg,
     "FedAvgS": algorithm.FedAvgS,
     "QFFL": algorithm.QFFL,
+    "Local": algorithm.Local,
+    "FedProx": algorithm.FedProx,
+    "FedAvgPlus": algorithm.FedAvgPlus,
+    "PFedMe": algorithm.PFedMe,
+    "ClusteredFL": algorithm.ClusteredFL,
+    "FedEM": algorithm.FedEM,
     "SGP": algorithm.SGP,
     "PDBO": algorithm.PDBO,
 }
@@ -77,12 +83,25 @@ PROBLEMS: Mapping[str, Factory] = {
     "FairClients": fairness.FairClients,
     "AgnosticClients": fairness.AgnosticClients,
     "FewShot": few_shot.FewShot,
+    "ClassWeights": problem.ClassWeights,
+    "Mixture": problem.Mixture,
+    "WeightedMixture": problem.WeightedMixture,
+    "PersonalLayers": problem.PersonalLayers,
+    "Interpolation": problem.Interpolation,
     "Quadratic": problem.Quadratic.random,
     "Saddle": problem.Saddle.random,
     "Composition": problem.Composition.random,
+    "Nonconvex": problem.Nonconvex.random,
 }
 
-MODELS: Mapping[str, Factory] = {"MLP": model.MLP, "Linear": model.Linear, "ConvNet": convolution.ConvNet}
+MODELS: Mapping[str, Factory] = {
+    "MLP": model.MLP,
+    "Linear": model.Linear,
+    "ConvNet": convolution.ConvNet,
+    "TwoLayerCNN": convolution.TwoLayerCNN,
+    "MobileNetV2": problem.MobileNetV2,
+    "CharLSTM": problem.CharLSTM,
+}
 
 PARTITIONS: Mapping[str, Factory] = {
     kind.__name__: kind

@@ -2,7 +2,11 @@
 
 Variants are compared at equal rounds, equal bytes and equal oracle calls: the largest amount that every
 compared run reached. A run's metric there is that of its last evaluation at or before that amount, so
-nothing is extrapolated.
+nothing is extrapolated. Runs that say what their best point is (`[best]`) are also compared there: with
+`metric = "validation_accuracy_mean"`, the test accuracy at the step of the best validation accuracy.
+
+A run whose steps cost nothing of a kind (no bytes where clients train alone) does not limit the others there,
+and is compared at its end.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedbilevel.experiment.best import higher_is_better
+from fedbilevel.experiment.best import higher_is_better, recorded_best
+from fedbilevel.experiment.directory import NOT_APPLICABLE, Directory
 from fedbilevel.experiment.recorded import (
     COSTS,
     Numbers,
@@ -63,7 +68,8 @@ class Line:
         variant: its name.
         seeds: how many of its runs count.
         diverged: how many more diverged; these do not count.
-        scores: the metric at equal "rounds", "bytes" and "calls", and at the "end" of each run.
+        scores: the metric at equal "rounds", "bytes" and "calls", at the "end" of each run, and at its
+            "best" row where runs say what that is.
         wobble: the standard deviation of the metric over the last quarter of a run's evaluations.
     """
 
@@ -84,6 +90,8 @@ class Comparison:
         equal: the amount of each cost ("rounds", "bytes", "calls") at which they are compared.
         lines: one a variant.
         notes: what a reader must know of the runs, such as which diverged, one line each.
+        chosen_by: the metrics by which runs choose their best row; empty if none does.
+        cannot_run: the variants whose method cannot run over their links, and why: "n/a" in the table.
     """
 
     metric: str
@@ -91,17 +99,23 @@ class Comparison:
     equal: Mapping[str, float]
     lines: tuple[Line, ...]
     notes: tuple[str, ...]
+    chosen_by: tuple[str, ...] = ()
+    cannot_run: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def table(self) -> Table:
         """A table to print; a star marks the best mean of a column."""
         # Names are the user's: as `Text`, their brackets are no markup.
-        table = Table(title=Text(self._title), caption=Text("\n".join(self.notes)), box=box.SIMPLE)
+        notes = [*(f"{variant}: n/a, {reason}" for variant, reason in self.cannot_run.items()), *self.notes]
+        table = Table(title=Text(self._title), caption=Text("\n".join(notes)), box=box.SIMPLE)
         for title in ("variant", "seeds", "diverged", *self._columns()):
             table.add_column(title, justify="left" if title == "variant" else "right")
-        best = {place: self._best(place) for place in (*COSTS, "end")}
+        places = (*COSTS, "end", *(["best"] if self.chosen_by else []))
+        best = {place: self._best(place) for place in places}
         for line in self.lines:
             stars = {place: "* " if line.variant == best[place] else "" for place in best}
             cells = [*(f"{stars[place]}{line.scores[place]}" for place in best), f"{line.wobble.mean:.2g}"]
+            if line.variant in self.cannot_run:
+                cells = ["n/a"] * len(cells)
             table.add_row(Text(line.variant), str(line.seeds), str(line.diverged), *cells)
         return table
 
@@ -112,7 +126,8 @@ class Comparison:
     def _columns(self) -> tuple[str, ...]:
         rounds, megabytes, calls = self.equal["rounds"], self.equal["bytes"] / 1e6, self.equal["calls"]
         costs = f"at {rounds:,.0f} rounds", f"at {megabytes:,.4g} MB", f"at {calls:,.0f} calls"
-        return *costs, "at the end", "wobble"
+        chosen = [f"at best {' or '.join(self.chosen_by)}"] if self.chosen_by else []
+        return *costs, "at the end", *chosen, "wobble"
 
     def _best(self, place: str) -> str | None:
         """The variant with the best mean; none if no mean is finite, or there is nothing to compare."""
@@ -161,7 +176,7 @@ def compare(
         better: whether more or less of it is better; default: by its name (`higher_is_better`).
 
     A diverged run does not count: neither in a mean, nor in how far all runs came. The comparison says
-    how many there are.
+    how many there are. Nor does one whose method cannot run over its links: it is "n/a", with the reason.
     """
     runs = list(runs)
     metric = choose_metric(runs, metric)
@@ -170,20 +185,48 @@ def compare(
     kept = counted(runs, metric)
     if not kept:
         raise RunError(f"no run that did not diverge has {metric}: there is nothing to compare")
-    equal = {cost: min(float(curve(run, metric, cost)[0][-1]) for run in kept) for cost in COSTS}
+    ends = {cost: [end for run in kept for end in _ends(run, metric, cost)] for cost in COSTS}
+    equal = {cost: min(spent, default=0.0) for cost, spent in ends.items()}
     groups = group(runs)
-    lines = tuple(_line(variant, members, metric, equal) for variant, members in groups.items())
+    cannot_run = {
+        variant: reason for variant, members in groups.items() for run in members if (reason := _reason(run))
+    }
+    chosen_by = {best.metric for run in kept if (best := recorded_best(run.path)) is not None}
+    lines = [_line(variant, members, metric, equal, bool(chosen_by)) for variant, members in groups.items()]
     notes = tuple(note for variant, members in groups.items() for note in _notes(variant, members, metric))
-    return Comparison(metric, better or ("max" if higher_is_better(metric) else "min"), equal, lines, notes)
+    better = better or ("max" if higher_is_better(metric) else "min")
+    return Comparison(metric, better, equal, tuple(lines), notes, tuple(sorted(chosen_by)), cannot_run)
 
 
-def _line(variant: str, runs: Sequence[RecordedRun], metric: str, equal: Mapping[str, float]) -> Line:
+def _reason(run: RecordedRun) -> str:
+    """Why there is no such run; empty if there is."""
+    return str(Directory(run.path).manifest()["reason"]) if run.status == NOT_APPLICABLE else ""
+
+
+def _ends(run: RecordedRun, metric: str, cost: str) -> list[float]:
+    """How much a run has spent at its last evaluation of a metric; nothing if its steps are free."""
+    spent = float(curve(run, metric, cost)[0][-1])
+    return [spent] if spent > 0 or run.rows[-1]["step"] == 0 else []
+
+
+def _line(
+    variant: str, runs: Sequence[RecordedRun], metric: str, equal: Mapping[str, float], with_best: bool
+) -> Line:
     kept = counted(runs, metric)
     values = {cost: [float(at(curve(run, metric, cost), equal[cost])) for run in kept] for cost in COSTS}
     values["end"] = [float(curve(run, metric, "rounds")[1][-1]) for run in kept]
+    if with_best:
+        values["best"] = [value for run in kept if (value := _at_best(run, metric)) is not None]
     scores = {place: Score.of(numbers) for place, numbers in values.items()}
     wobble = Score.of([_wobble(curve(run, metric, "rounds")[1]) for run in kept])
     return Line(variant, len(kept), sum(run.diverged for run in runs), scores, wobble)
+
+
+def _at_best(run: RecordedRun, metric: str) -> float | None:
+    """The metric in the run's best row; None if the run does not say what that is, or has none."""
+    best = recorded_best(run.path)
+    place = None if best is None else best.place(run.rows)
+    return None if place is None else run.rows[place].get(metric, math.nan)
 
 
 def _wobble(values: Numbers) -> float:
@@ -197,7 +240,7 @@ def _notes(variant: str, runs: Sequence[RecordedRun], metric: str) -> list[str]:
     kinds = {
         "diverged and do not count": [run.seed for run in runs if run.diverged],
         f"have no {metric} yet and do not count": [
-            run.seed for run in runs if not run.diverged and run not in kept
+            run.seed for run in runs if not (run.diverged or run.status == NOT_APPLICABLE or run in kept)
         ],
         "did not run to their end and count as far as they came": [
             run.seed for run in kept if run.status != "done"

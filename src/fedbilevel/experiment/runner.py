@@ -10,9 +10,10 @@ from typing import Any, TypeAlias
 
 import jax
 
+from fedbilevel.algorithm.base import CannotRunError
 from fedbilevel.experiment.build import Built, build
 from fedbilevel.experiment.config import Plan
-from fedbilevel.experiment.directory import Directory
+from fedbilevel.experiment.directory import NOT_APPLICABLE, Directory
 from fedbilevel.experiment.logger import Logger, check_loggers, open_loggers
 from fedbilevel.experiment.loop import Evaluation
 from fedbilevel.experiment.record import Result, load
@@ -27,19 +28,30 @@ _TOGETHER = ("precision", "engine", "steps", "every", "measure")
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a run ended: "done", "stopped" early, or "diverged"; `fresh` if it ran just now."""
+    """How a run ended.
+
+    Attributes:
+        folder, plan: of the run.
+        status: "done", "stopped" early, "diverged", or "n/a": the method cannot run over these links.
+        result: None if the status is "n/a".
+        fresh: whether it ran just now.
+        reason: why it cannot run.
+    """
 
     folder: pathlib.Path
     plan: Plan
     status: str
-    result: Result
+    result: Result | None
     fresh: bool
+    reason: str = ""
 
 
 def run_all(
     tasks: Sequence[Task], *, together: bool = False, again: bool = False, progress: bool | None = None
 ) -> Iterator[Outcome]:
     """Run every plan in its folder: from the start, from its last checkpoint, or not at all if it is done.
+
+    A method that cannot run over its links is no mistake: its folder says so, and the others go on.
 
     Args:
         tasks: plans and folders.
@@ -63,7 +75,7 @@ def _run_group(group: Sequence[Task], again: bool, progress: bool | None) -> lis
     ]  # a mistake shows before any change
     with contextlib.ExitStack() as stack:
         runs = [stack.enter_context(_opened(run)) for run in prepared]
-        config, todo = group[0][0].config, [run for run in runs if not run.is_done]
+        config, todo = group[0][0].config, [run for run in runs if not (run.is_done or run.reason)]
         for steps in sorted({run.steps_left for run in todo}):
             now = [run for run in todo if run.steps_left == steps]
             jobs, engine = [run.job() for run in now], now[0].built.engine
@@ -80,7 +92,7 @@ def naming(plan: Plan) -> Iterator[None]:
     """What goes wrong inside is said with the name of the plan's file."""
     try:
         yield
-    except RunError:  # it names its folder
+    except (RunError, CannotRunError):  # these name their folder, and what cannot run: no mistake of the file
         raise
     except (ValueError, TypeError, ImportError) as error:
         prefix = "" if str(error).startswith(plan.source) else f"{plan.source}: "
@@ -90,12 +102,14 @@ def naming(plan: Plan) -> Iterator[None]:
 @contextlib.contextmanager
 def _opened(run: _FolderRun) -> Iterator[_FolderRun]:
     """A run in its folder; how it ends is noted there, however it ends."""
-    if not run.is_done:
+    if run.reason:
+        run.decline()
+    elif not run.is_done:
         run.open()
     try:
         yield run
     except BaseException as error:
-        if not run.is_done:
+        if not (run.is_done or run.reason):
             run.directory.note(status="interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
         raise
     finally:
@@ -111,10 +125,26 @@ class _FolderRun:
         self.directory = Directory(folder, checkpoint.get("keep", 2), checkpoint.get("every", 1))
         self.is_done = not again and self.directory.is_done(plan)
         self.loggers: list[Logger] = []
+        self.reason = ""
         if not self.is_done:
-            self.built: Built = build(plan)
+            self.built: Built = self._prepared(build(plan))
             with naming(plan):
                 check_loggers(plan.config.get("loggers", ()))
+
+    def _prepared(self, built: Built) -> Built:
+        """With the algorithm for so many clients; or as it was, with the reason why there is none."""
+        try:
+            with naming(self.plan):
+                return built._replace(algorithm=built.algorithm.among(built.clients.n))
+        except CannotRunError as error:
+            self.reason = str(error)
+            return built
+
+    def decline(self) -> None:
+        """Say in the folder why there is no run."""
+        with naming(self.plan):
+            self.directory.begin(self.plan, again=self.again)
+            self.directory.note(status=NOT_APPLICABLE, reason=self.reason, clients=self.built.clients.n)
 
     def open(self) -> None:
         """Make the folder ready; from here on it is this run's."""
@@ -148,4 +178,5 @@ class _FolderRun:
 
     def outcome(self, fresh: bool) -> Outcome:
         path, status = self.directory.path, str(self.directory.manifest()["status"])
-        return Outcome(path, self.plan, status, load(path / "result.npz"), fresh)
+        result = None if self.reason else load(path / "result.npz")
+        return Outcome(path, self.plan, status, result, fresh or bool(self.reason), self.reason)

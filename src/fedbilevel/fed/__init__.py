@@ -5,7 +5,7 @@ from fedbilevel.fed.cohort import Cohort
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.ledger import Ledger, UncountedWorkError
 from fedbilevel.fed.links import Complete, Given, Links, Network
-from fedbilevel.fed.loop import repeat
+from fedbilevel.fed.loop import branch, repeat
 from fedbilevel.fed.place import At, Kept, PlacementError, Published
 from fedbilevel.fed.program import Program, ProgramError
 
@@ -27,5 +27,6 @@ __all__ = [
     "Published",
     "TopK",
     "UncountedWorkError",
+    "branch",
     "repeat",
 ]

@@ -54,6 +54,14 @@ class Cohort(abc.ABC):
         count(Entry("down", published.label, nbytes(published.value)), newcomers)
         return self._own(value, stacked=False), Published(published.value, holders, published.label)
 
+    def agreed(self, tree: PyTree) -> At:
+        """A value that every client can make by itself, from a seed that all agreed on. Costs nothing."""
+        _check_server_value(tree, "agreed")
+        return self._own(self._agreed(tree), stacked=False)
+
+    def _agreed(self, tree: PyTree) -> Any:
+        return self._send(tree)
+
     def deal(self, stacked: PyTree, label: str) -> At:
         """Row i of every leaf to client i of the cohort. Books a message down each."""
         _check_server_value(stacked, "deal")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from fedbilevel.fed.mixing import Matrix, connected, fastest_mixing, metropolis
 from fedbilevel.fed.network import Links, Network
 
-__all__ = ["Alone", "Complete", "ErdosRenyi", "Given", "Links", "Network", "Ring", "Stochastic"]
+__all__ = ["Complete", "ErdosRenyi", "Given", "Links", "Network", "Ring", "Stochastic"]
 
 
 class Complete(Links):
@@ -22,13 +22,6 @@ class Complete(Links):
 
     def network(self, n: int) -> Network:
         return Network(jnp.full((1, n, n), 1.0 / n), jnp.ones((1, n, n)), True)
-
-
-class Alone(Links):
-    """Nobody hears anybody else."""
-
-    def network(self, n: int) -> Network:
-        return _always(np.eye(n))
 
 
 class Ring(Links):
@@ -70,7 +63,7 @@ class ErdosRenyi(Links):
     def __init__(
         self,
         probability: float = 0.4,
-        weights: Literal["metropolis", "fastest"] = "metropolis",
+        weights: str = "metropolis",
         seed: int = 0,
     ) -> None:
         if weights not in ("metropolis", "fastest"):
@@ -116,6 +109,10 @@ class Stochastic(Links):
         if directed and balanced:
             raise ValueError("balanced weights need undirected links: a sender cannot know who hears others")
         _check_probabilities(np.asarray([low, high] if probability is None else probability))
+        if low > high:
+            raise ValueError(f"low is {low} and high {high}; probabilities are drawn from low to high")
+        if not directed and probability is not None:
+            _check_symmetric(np.asarray(probability))
         self.low, self.high, self.directed, self.balanced, self.seed = low, high, directed, balanced, seed
         self.probability = None if probability is None else jnp.asarray(probability, float)
 
@@ -186,6 +183,14 @@ def _connected_graph(n: int, probability: float, seed: int) -> Matrix:
 def _check_probabilities(values: Matrix) -> None:
     if not np.all((values >= 0) & (values <= 1)):
         raise ValueError(f"probabilities of links must lie between 0 and 1; got {values.tolist()}")
+
+
+def _check_symmetric(probability: Matrix) -> None:
+    if probability.ndim == 2 and not np.array_equal(probability, probability.T):
+        raise ValueError(
+            "undirected links need symmetric probabilities: i hears j exactly when j hears i. "
+            "For separate ones set directed=True"
+        )
 
 
 def _as_array(matrix: Any) -> Any:

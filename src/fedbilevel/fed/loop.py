@@ -1,8 +1,8 @@
-"""A loop that knows what its body spends."""
+"""Loops and branches that know what their bodies spend."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -61,3 +61,36 @@ def repeat(times: Any, body: Callable[[Any, PyTree], PyTree], carry: PyTree) -> 
     carry, total = jax.lax.fori_loop(0, times, advance, (carry, zeros(counts)))
     book(total)
     return carry
+
+
+def branch(index: Any, branches: Sequence[Callable[[], PyTree]]) -> PyTree:
+    """What the branch of that number returns, with its cost booked and nobody else's.
+
+    Under `vmap` all branches are computed and one is chosen; the bill is still that of the chosen one.
+
+    Args:
+        index: which; an integer or a traced scalar.
+        branches: functions without arguments; their results must have the same form.
+    """
+
+    def metered(run: Callable[[], PyTree]) -> Callable[[], tuple[PyTree, Counts]]:
+        def inside() -> tuple[PyTree, Counts]:
+            with metering() as meter:
+                out = jax.tree.map(jnp.asarray, run())
+            return out, as_arrays(meter.counts)
+
+        return inside
+
+    staged = [trace_once(metered(run)) for run in branches]
+    nothing = {entry: jnp.zeros((), jnp.int32) for _, (_, counts) in staged for entry in counts}
+
+    def complete(replay: Callable[[], PyTree]) -> Callable[[], tuple[PyTree, Counts]]:
+        def inside() -> tuple[PyTree, Counts]:
+            out, counts = replay()
+            return out, nothing | counts
+
+        return inside
+
+    out, counts = jax.lax.switch(index, [complete(replay) for replay, _ in staged])
+    book(counts)
+    return out

@@ -105,4 +105,5 @@ def _feasible(weights: Matrix, graph: Matrix) -> Matrix:
     """What a solver gives to a tolerance, made to fulfil the rules exactly: symmetric, zeros, row sums."""
     links = np.where(graph, np.clip((weights + weights.T) / 2, 0, None), 0.0)
     np.fill_diagonal(links, 0.0)
+    links /= max(1.0, links.sum(axis=1).max())  # what a node keeps for itself is not below zero
     return links + np.diag(1 - links.sum(axis=1))

@@ -62,6 +62,13 @@ class Network(Links):
             )
         return self
 
+    def __check_init__(self) -> None:
+        shapes = {jnp.shape(self.base), jnp.shape(self.probability)}
+        if len(shapes) > 1 or self.base.ndim != 3 or self.base.shape[-2] != self.base.shape[-1]:
+            raise ValueError(
+                f"a network needs weights and probabilities of shape (times, n, n); got {sorted(shapes)}"
+            )
+
     def draw(self, key: Key[Array, ""], time: Any = 0) -> Float[Array, "clients clients"]:
         """The weights of one exchange."""
         now = jnp.asarray(time) % self.base.shape[0]
@@ -124,9 +131,22 @@ def check_push_sum(network: Network) -> None:
         )
     if np.any(np.asarray(network.base) < 0):
         raise ValueError("push-sum needs weights of at least 0; a weight is negative")
+    _check_something_stays(network)
     if not connected(network.heard() > 0):
         raise ValueError(
             "some client never hears, even by others, from some other one: no consensus is possible"
+        )
+
+
+def _check_something_stays(network: Network) -> None:
+    """Raise an error that explains if a client may have nobody to give its mass to, not even itself."""
+    base, probability = np.asarray(network.base), np.asarray(network.probability)
+    itself = np.diagonal(base, axis1=1, axis2=2)
+    safe = (itself > 0) | np.all((probability >= 1) | (base == 0), axis=1) | bool(network.balanced)
+    if not np.all(safe):
+        raise ValueError(
+            f"client {int(np.argwhere(~safe)[0, 1])} gives itself no weight, and its links may all be "
+            "absent: its mass would be lost. Give every client whose links come and go a weight for itself"
         )
 
 
@@ -165,5 +185,6 @@ def _shared_out(base: jax.Array, present: jax.Array) -> jax.Array:
     """Columns of `base` on present links, each scaled to the sum it has when all are present."""
     given = jnp.where(present, base, 0)
     total, left = jnp.sum(base, axis=0), jnp.sum(given, axis=0)
-    # Exactly one where nothing is missing: 0.1 · (s/s) is 0.1.
-    return given * jnp.where(left == 0, 0, total / jnp.where(left == 0, 1, left))
+    # A column of which nothing is missing stays as it is: its sum may be zero, as in I − W.
+    missing = jnp.any(given != base, axis=0)
+    return given * jnp.where(missing, total / jnp.where(left == 0, 1, left), 1)

@@ -3,19 +3,31 @@
 from fedbilevel.problem.base import Problem, ProblemError, compositional, minimax, single_level
 from fedbilevel.problem.cleaning import DataCleaning
 from fedbilevel.problem.constraint import Box, Positive, Simplex
-from fedbilevel.problem.convolution import ConvNet
+from fedbilevel.problem.convolution import ConvNet, TwoLayerCNN
 from fedbilevel.problem.fairness import AgnosticClients, FairClients
 from fedbilevel.problem.few_shot import FewShot
 from fedbilevel.problem.loss_tuning import LossTuning, class_weights
+from fedbilevel.problem.mobilenet import MobileNetV2
 from fedbilevel.problem.model import MLP, Linear, Model
+from fedbilevel.problem.nonconvex import Nonconvex
 from fedbilevel.problem.oracle import Client
+from fedbilevel.problem.personal import (
+    ClassWeights,
+    Interpolation,
+    Mixture,
+    PersonalLayers,
+    WeightedMixture,
+)
 from fedbilevel.problem.quadratic import Composition, Quadratic, Saddle
+from fedbilevel.problem.recurrent import CharLSTM
 from fedbilevel.problem.representation import HyperRepresentation
 
 __all__ = [
     "MLP",
     "AgnosticClients",
     "Box",
+    "CharLSTM",
+    "ClassWeights",
     "Client",
     "Composition",
     "ConvNet",
@@ -23,15 +35,22 @@ __all__ = [
     "FairClients",
     "FewShot",
     "HyperRepresentation",
+    "Interpolation",
     "Linear",
     "LossTuning",
+    "Mixture",
+    "MobileNetV2",
     "Model",
+    "Nonconvex",
+    "PersonalLayers",
     "Positive",
     "Problem",
     "ProblemError",
     "Quadratic",
     "Saddle",
     "Simplex",
+    "TwoLayerCNN",
+    "WeightedMixture",
     "class_weights",
     "compositional",
     "minimax",

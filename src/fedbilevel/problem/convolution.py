@@ -1,27 +1,19 @@
-"""A small convolutional network, made of matrix products.
-
-In a federation every client has weights of its own as soon as it has made one step, and a convolution with
-another kernel for every client is slow on a CPU: under `vmap` it becomes a grouped convolution.
-Here a convolution is nine shifted copies of the image side by side, times one matrix (*im2col*): under
-`vmap` that is a product of stacked matrices. `benchmarks/convolution.py` measures what it gains.
-"""
+"""Convolutional networks for small images, made of matrix products (see `problem/image.py`)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-from jaxtyping import Array, Float
 
 from fedbilevel.problem.base import ProblemError
-from fedbilevel.problem.model import Model, Shape
+from fedbilevel.problem.image import convolve, first_kernel, group_norm, pool
+from fedbilevel.problem.model import Chain, Dense, Model, Shape
 from fedbilevel.tree import PyTree
-
-_SMALL = 1e-5
-"""Added to a variance: an image without any contrast has none."""
 
 
 class ConvNet(Model):
@@ -61,7 +53,7 @@ class ConvNet(Model):
         if not self.filters:
             raise ValueError("filters is empty; give the channels of every layer, for example (32, 32)")
         for count in (*self.filters, self.groups):
-            _check_count(count)
+            check_count(count, "a number of channels or groups")
         odd = [count for count in self.filters if count % self.groups]
         if odd:
             raise ValueError(
@@ -70,7 +62,7 @@ class ConvNet(Model):
             )
 
     def init(self, key: jax.Array, input_shape: Shape) -> tuple[PyTree, Shape]:
-        height, width, channels = _image(input_shape)
+        height, width, channels = image_shape(input_shape, "ConvNet")
         parameters: list[PyTree] = []
         for own_key, filters in zip(jr.split(key, len(self.filters)), self.filters, strict=True):
             if min(height, width) < 2:
@@ -78,7 +70,8 @@ class ConvNet(Model):
                     f"images of shape {input_shape} are too small for {len(self.filters)} layers: every "
                     f"layer halves them, and layer {len(parameters) + 1} would get {height} × {width} pixels"
                 )
-            parameters.append(_first_layer(own_key, channels, filters))
+            own = _first_layer(own_key, 3, channels, filters)
+            parameters.append(own | {"scale": jnp.ones(filters), "shift": jnp.zeros(filters)})
             height, width, channels = height // 2, width // 2, filters
         return tuple(parameters), (height * width * channels,)
 
@@ -91,69 +84,96 @@ class ConvNet(Model):
         return inputs.reshape(inputs.shape[0], -1)
 
 
-def convolve(
-    images: Float[Array, "samples height width channels"], weight: Float[Array, "3 3 channels filters"]
-) -> Float[Array, "samples height width filters"]:
-    """Cross-correlation with 3 × 3 kernels, zeros around the image: what networks call a convolution.
+class PooledConvolution(Model):
+    """`relu(pool(inputs * W + b))` without zeros around the image: n → (n − kernel + 1)/2, rounded down.
+
+    Parameters: `{"weight": (kernel, kernel, in, filters), "bias"}`. Weights are normal with variance
+    `2/(kernel² in)` (He), the bias starts at zero.
+
+    Args:
+        filters: channels that come out.
+        kernel: side of the kernels, odd.
+    """
+
+    filters: int = eqx.field(static=True)
+    kernel: int = eqx.field(static=True)
+
+    def __check_init__(self) -> None:
+        check_count(self.filters, "a number of filters")
+        check_count(self.kernel, "the size of a kernel")
+        if self.kernel % 2 == 0:
+            raise ValueError(f"the size of a kernel is {self.kernel}; it must be odd, such as 3 or 5")
+
+    def init(self, key: jax.Array, input_shape: Shape) -> tuple[PyTree, Shape]:
+        height, width, channels = image_shape(input_shape, "PooledConvolution")
+        if min(height, width) < self.kernel + 1:
+            raise ProblemError(
+                f"a layer gets images of shape {input_shape}, too small for a kernel of size {self.kernel} "
+                f"and pooling after it: it needs {self.kernel + 1} × {self.kernel + 1} pixels at least; take "
+                "smaller kernels, or larger images"
+            )
+        shape = *((side - self.kernel + 1) // 2 for side in (height, width)), self.filters
+        return _first_layer(key, self.kernel, channels, self.filters), shape
+
+    def __call__(self, parameters: PyTree, inputs: jax.Array) -> jax.Array:
+        # The largest first, as in `ConvNet`; a bias for every channel can come after it, too.
+        return jax.nn.relu(pool(convolve(inputs, parameters["weight"], pad=False)) + parameters["bias"])
+
+
+def TwoLayerCNN(
+    outputs: int = 62, filters: Sequence[int] = (32, 64), hidden: int = 2048, kernel: int = 5
+) -> Chain:
+    """A classifier for images: two convolutions, each with pooling, and two dense layers.
+
+    With the usual sizes 28 → 24 → 12 → 8 → 4 pixels, and 64 · 4 · 4 = 1024 → 2048 → 62. Parameters: a tuple
+    with `{"weight", "bias"}` for each of the four layers.
+
+    Args:
+        outputs: how many logits come out; 62 are the digits and letters of EMNIST. With 0 the last layer is
+            left out: a backbone, whose features are those of the hidden layer.
+        filters: channels out of the two convolutions.
+        hidden: width of the dense layer between.
+        kernel: side of the kernels, odd.
+
+    Reference: O. Marfoq et al., Federated multi-task learning under a mixture of distributions, NeurIPS
+    2021 (their network for handwritten characters).
 
     Example:
-        >>> image = jnp.arange(4.0).reshape(1, 2, 2, 1)
-        >>> middle = jnp.zeros((3, 3, 1, 1)).at[1, 1].set(2.0)
-        >>> convolve(image, middle).ravel().tolist()
-        [0.0, 2.0, 4.0, 6.0]
+        >>> parameters, shape = TwoLayerCNN().init(jr.key(0), (28, 28, 1))
+        >>> sum(leaf.size for leaf in jax.tree.leaves(parameters)), shape
+        (2278334, (62,))
     """
-    height, width = images.shape[1:3]
-    padded = jnp.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)))
-    shifted = [padded[:, i : i + height, j : j + width] for i in range(3) for j in range(3)]
-    # The order of the shifts is that of the kernel's first two axes.
-    return jnp.concatenate(shifted, axis=-1) @ weight.reshape(-1, weight.shape[-1])
+    if len(filters) != 2:
+        raise ValueError(
+            f"filters is {tuple(filters)}; there are two convolutions: give the channels of each"
+        )
+    body = *(PooledConvolution(count, kernel) for count in filters), Dense(hidden, "relu")
+    return with_head(body, outputs)
 
 
-def group_norm(
-    images: Float[Array, "samples height width channels"], groups: int
-) -> Float[Array, "samples height width channels"]:
-    """Every sample's groups of channels shifted and scaled to mean zero and variance (almost) one."""
-    count, height, width, channels = images.shape
-    grouped = images.reshape(count, height * width, groups, channels // groups)
-    centred = grouped - jnp.mean(grouped, axis=(1, 3), keepdims=True)
-    variance = jnp.mean(centred**2, axis=(1, 3), keepdims=True)
-    return (centred * jax.lax.rsqrt(variance + _SMALL)).reshape(images.shape)
+def with_head(body: Sequence[Model], outputs: int) -> Chain:
+    """Models one after another and a linear head on top; 0 outputs: none, the last features come out."""
+    # A truth value is no number of outputs: it goes on to `Dense`, which refuses it.
+    no_head = type(outputs) is int and outputs == 0
+    return Chain(tuple(body) if no_head else (*body, Dense(outputs)))
 
 
-def pool(
-    images: Float[Array, "samples height width channels"],
-) -> Float[Array, "samples half_height half_width channels"]:
-    """The largest of every 2 × 2 pixels; an odd last row or column is left out.
-
-    A maximum over axes of a reshaped array: on a CPU its gradient is faster than that of strided slices, and
-    it can be differentiated again. Equal pixels share the gradient.
-
-    Example:
-        >>> pool(jnp.arange(20.0).reshape(1, 4, 5, 1)).ravel().tolist()
-        [6.0, 8.0, 16.0, 18.0]
-    """
-    count, height, width, channels = images.shape
-    whole = images[:, : height // 2 * 2, : width // 2 * 2]
-    return jnp.max(whole.reshape(count, height // 2, 2, width // 2, 2, channels), axis=(2, 4))
-
-
-def _first_layer(key: jax.Array, channels: int, filters: int) -> dict[str, jax.Array]:
-    """The parameters that a layer starts with."""
-    weight = (2 / (9 * channels)) ** 0.5 * jr.normal(key, (3, 3, channels, filters))
-    zeros = jnp.zeros(filters)
-    return {"weight": weight, "bias": zeros, "scale": jnp.ones(filters), "shift": zeros}
-
-
-def _image(shape: Shape) -> tuple[int, int, int]:
+def image_shape(shape: Shape, model: str) -> tuple[int, int, int]:
+    """Height, width and channels of a sample; an error that names the model if it is no image."""
     if len(shape) != 3:
         raise ProblemError(
-            f"a sample has the shape {shape}; a ConvNet needs images of shape (height, width, channels)"
+            f"a sample has the shape {shape}; a {model} needs images of shape (height, width, channels)"
         )
     return shape[0], shape[1], shape[2]
 
 
-def _check_count(count: Any) -> None:
+def check_count(count: Any, what: str) -> None:
+    """Raise an error that explains unless a setting is a whole number of at least 1."""
     if type(count) is not int or count < 1:
-        raise ValueError(
-            f"a number of channels or groups is {count!r}; it must be a whole number of at least 1"
-        )
+        raise ValueError(f"{what} is {count!r}; it must be a whole number of at least 1")
+
+
+def _first_layer(key: jax.Array, kernel: int, channels: int, filters: int) -> dict[str, jax.Array]:
+    """The weights and biases that a convolution starts with."""
+    weight = first_kernel(key, (kernel, kernel, channels, filters), kernel**2 * channels)
+    return {"weight": weight, "bias": jnp.zeros(filters)}

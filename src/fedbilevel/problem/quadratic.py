@@ -6,6 +6,7 @@ is tested on: an exact method must reach them to rounding, a biased one must not
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -44,6 +45,9 @@ class Quadratic(eqx.Module):
     With bars for means over clients: `y*(x) = Ā⁻¹(B̄x + b̄)`,
     `u*(x) = Ā⁻¹(D̄y* − mean(D_i c_i) + Ēᵀx)`, `∇h = ρ̄x − mean(ρ_i e_i) + Ēy* + B̄ᵀu*`.
 
+    `lower` says which problem the metric `error` is about: "global", one y for everybody, or "local", where
+    every client has its own `y_i*(x) = A_i⁻¹(B_i x + b_i)` (`FedBiOLocal`, `FedBiOAccLocal`).
+
     Example:
         >>> import jax
         >>> quadratic = Quadratic.random(jax.random.key(0), clients=4, dx=3, dy=5)
@@ -59,6 +63,11 @@ class Quadratic(eqx.Module):
     E: Float[Array, "clients dx dy"]
     e: Float[Array, "clients dx"]
     rho: Float[Array, " clients"]
+    lower: str = eqx.field(static=True, default="global")
+
+    def __check_init__(self) -> None:
+        if self.lower not in ("global", "local"):
+            raise ValueError(f'lower is {self.lower!r}; it must be "global" or "local"')
 
     @classmethod
     def random(
@@ -71,6 +80,7 @@ class Quadratic(eqx.Module):
         curvature: tuple[float, float] = (1.0, 4.0),
         coupling: float = 0.3,
         alike: bool = False,
+        lower: str = "global",
     ) -> Quadratic:
         """A quadratic bilevel problem with random clients, and a solution in closed form.
 
@@ -81,8 +91,10 @@ class Quadratic(eqx.Module):
             curvature: where the eigenvalues of every `A_i` lie.
             coupling: size of `E_i`, which couples x and y in f.
             alike: all clients are equal.
+            lower: whose y is: "global" or "local".
         """
-        return cls(*_draw_quadratic(key, 1 if alike else clients, clients, dx, dy, curvature, coupling))
+        parts = _draw_quadratic(key, 1 if alike else clients, clients, dx, dy, curvature, coupling)
+        return dataclasses.replace(cls(*parts), lower=lower)
 
     # ------------------------------------------------------ as a federation
 
@@ -92,13 +104,22 @@ class Quadratic(eqx.Module):
         return self.b.shape[0]
 
     def problem(self, **options: Any) -> Problem:
-        """The bilevel problem, started at `x = 1`, `y = 0`; its metric `error` is `‖x − x*‖`."""
+        """The bilevel problem, started at `x = 1`, `y = 0`; its metric `error` is `‖x − x*‖`.
+
+        x* is `solution()`, or `own_solution()` where the lower level is local.
+        """
         x0, y0 = jnp.ones(self.e.shape[1]), jnp.zeros(self.b.shape[1])
-        metrics = {"error": DistanceTo(self.solution())}
+        best = self.solution() if self.lower == "global" else self.own_solution()
+        metrics = {"error": DistanceTo(best)}
         return Problem(upper_objective, lower_objective, x0, y0, **{"metrics": metrics} | options)
 
     def clients(
-        self, samples: int = 1, noise: float = 0.0, key: jax.Array | None = None, **options: Any
+        self,
+        samples: int = 1,
+        noise: float = 0.0,
+        key: jax.Array | None = None,
+        pooled: bool = False,
+        **options: Any,
     ) -> Clients:
         """The clients' data: `samples` perturbed copies each, whose mean is exactly the client's own.
 
@@ -106,12 +127,14 @@ class Quadratic(eqx.Module):
             samples: how many.
             noise: standard deviation of the perturbations of `b`, `c`, `e`.
             key: draws them.
+            pooled: one client has all samples; its f and g are the means over the clients of before.
             **options: as for `Clients` (`batch_size`, `weights`).
         """
         lower = {"A": self.A, "B": self.B, "b": self.b}
         upper = {"D": self.D, "E": self.E, "c": self.c, "e": self.e, "rho": self.rho}
         key = jr.key(0) if key is None else key
-        return Clients(*_perturbed(key, (lower, upper), samples, noise), **options)
+        clients = Clients(*_perturbed(key, (lower, upper), samples, noise), **options)
+        return clients.pooled() if pooled else clients
 
     # ---------------------------------------------------------- closed forms
 
@@ -156,8 +179,11 @@ class Quadratic(eqx.Module):
 
     def own_hypergradient(self, x: Float[Array, " dx"]) -> Float[Array, " dx"]:
         """The mean of the clients' own hypergradients: right for a local lower level only."""
-        own = [self.only(client).hypergradient(x) for client in range(self.n)]
-        return jnp.mean(jnp.stack(own), axis=0)
+
+        def alone(client: Quadratic) -> jax.Array:
+            return jax.tree.map(lambda leaf: leaf[None], client).hypergradient(x)
+
+        return jnp.mean(jax.vmap(alone)(self), axis=0)
 
     def own_solution(self) -> jax.Array:
         """The x at which `own_hypergradient` is zero."""

@@ -1,0 +1,166 @@
+"""FedSep: what travels and what learns are different variables, joined by a decoder."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.random as jr
+
+from fedbilevel.algorithm.base import Algorithm, Info, Rate, check_lengths, rate
+from fedbilevel.algorithm.fedbio import copies
+from fedbilevel.fed.federation import Federation
+from fedbilevel.fed.loop import branch, repeat
+from fedbilevel.fed.place import Kept
+from fedbilevel.fed.program import Program
+from fedbilevel.local.decode import Decoder, EachDecoder
+from fedbilevel.local.optimizer import Optimizer, optimizer
+from fedbilevel.local.work import Amount, amount, check_amounts, of_client
+from fedbilevel.problem.base import Problem
+from fedbilevel.problem.oracle import Client
+from fedbilevel.tree import PyTree, add, scale, sub
+
+
+class Separated(NamedTuple):
+    """What travels, what it decodes to, and what clients keep for their decoders."""
+
+    x: PyTree
+    y: Any
+    memory: Kept | None
+
+
+class PublicClient(NamedTuple):
+    """What a decoder sees of a client where it needs none of its data."""
+
+    problem: Problem
+    id: int = 0
+
+
+class Learn(eqx.Module):
+    """`y ↦ y`: so many steps of an optimiser on `f_i(x, ·)`, each on a fresh minibatch."""
+
+    rule: Optimizer
+    steps: Amount = eqx.field(static=True)
+
+    def __call__(self, me: Client, x: PyTree, y: PyTree) -> PyTree:
+        def body(index: Any, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+            gradient = me.f_y(x, carry[0], me.batch("upper", jr.fold_in(me.key, index)))
+            return self.rule.step(carry[0], gradient, carry[1])
+
+        learnt, _ = repeat(of_client(self.steps, me.id), body, (y, self.rule.init(y)))
+        return learnt
+
+
+class DecodeLearnEncode(Program):
+    """`(x, shared, memory) ↦ (Δx, y, memory)`: a client's whole round."""
+
+    decoder: Decoder
+    learn: Learn
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        x, shared, memory = values
+        y, memory = self.decoder.decoded(me.rekeyed(0), x, memory, shared)
+        change = sub(self.learn(me.rekeyed(1), x, y), y)
+        return self.decoder.encode(me.rekeyed(2), x, y, change, shared), y, memory
+
+
+class EachDecodeLearnEncode(Program):
+    """A client's whole round with a decoder of its own: returns `(Δx, (), ())`.
+
+    What clients decode to may differ in shape, so nobody outside the client sees it.
+    """
+
+    decoders: EachDecoder
+    learn: Learn
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        x, shared, _ = values
+
+        def whole_round(place: int) -> Callable[[], PyTree]:
+            own = DecodeLearnEncode(self.decoders.decoders[place], self.learn)
+            return lambda: own(me, x, shared[place], ())[0]
+
+        rounds = [whole_round(place) for place in range(len(self.decoders.decoders))]
+        return branch(of_client(self.decoders.assignment, me.id), rounds), (), ()
+
+
+class FedSep(Algorithm[Separated]):
+    """Clients decode what travels, x, to what learns, y; learn; and encode what they learnt.
+
+        min_x mean_m f_m(y_m(x)) ,   y_m(x) = argmin_y g_m(x, y)
+
+    A round: x is sent; client m decodes `y = Dec_m(x)`, makes I steps of its optimiser on f_m from there,
+    and sends `Δx = (∂y_m/∂x)ᵀ (y^I − y)`; the server moves `x ← x + η_g mean Δx`. With one learning step of
+    size η and an exact decoder, `−Δx/η` is the gradient of f_m(y_m(x)).
+
+    `result.x` is what travels. `result.y` is what it decodes to, where everybody decodes alike; otherwise
+    one row a client: what it decoded when it last took part (nothing, where shapes differ between clients).
+
+    Args:
+        decoder: how x and y are joined: `GradientDecoder`, `SketchLasso`, `LinearSketch`, `Submodel`.
+        learn: the optimiser of a client's learning steps (`fedbilevel.SGD(0.1)`, or one of optax).
+        learn_steps: I; a number, or a tuple with one for each client.
+        server_lr: η_g; a number or an optax schedule of the round.
+        cohort: clients in a round; None: all.
+        shared: what everybody makes from the decoder's seed, such as a stored sketch; None: made when it
+            runs.
+
+    Cost a round and client: one exchange, d_x scalars each way; I calls of f_y, and what the decoder asks of
+    g.
+
+    Reference: J. Li, H. Huang, FedSep: separating communication and learning in federated learning,
+    algorithm 1 (whose encoder is −∂y/∂x, and whose server subtracts: the same).
+    """
+
+    decoder: Decoder
+    learn: Optimizer = eqx.field(converter=optimizer)
+    learn_steps: Amount = eqx.field(static=True, converter=amount, default=5)
+    server_lr: Rate = eqx.field(converter=rate, default=1.0)
+    cohort: int | None = eqx.field(static=True, default=None)
+    shared: PyTree = None
+
+    def __check_init__(self) -> None:
+        check_amounts(self, "learn_steps")
+
+    def on(self, problem: Problem) -> FedSep:
+        made = self.decoder.shared(problem) if self.shared is None else self.shared
+        return dataclasses.replace(self, shared=made)
+
+    def init(self, fed: Federation, key: jax.Array) -> Separated:
+        check_lengths(self, fed.n)
+        shared = self.on(fed.problem).shared
+        x = self.decoder.first(fed.problem, shared)
+        memory = self.decoder.memory(fed.problem)
+        kept = None if memory is None else fed.keep(copies(memory, fed.n))
+        if self.decoder.alike:
+            return Separated(x, self._decoded(fed, x, shared), kept)
+        y = () if self._differ else copies(fed.problem.y0, fed.n)
+        return Separated(x, fed.keep(y), kept)
+
+    @property
+    def _differ(self) -> bool:
+        return isinstance(self.decoder, EachDecoder)
+
+    def _decoded(self, fed: Federation, x: PyTree, shared: PyTree) -> PyTree:
+        """What everybody decodes x to, by the server, for those who look at the run."""
+        anybody: Any = PublicClient(fed.problem)
+        return self.decoder.decode(anybody, x, fed.problem.y0, shared)
+
+    def step(self, fed: Federation, state: Separated, key: jax.Array) -> tuple[Separated, Info]:
+        k_cohort, k_round = jr.split(key)
+        cohort = fed.cohort(k_cohort, self.cohort)
+        shared = self.on(fed.problem).shared
+        memory = cohort.agreed(()) if state.memory is None else cohort.take(state.memory)
+        rounds: Any = EachDecodeLearnEncode if self._differ else DecodeLearnEncode
+        program = rounds(self.decoder, Learn(self.learn, self.learn_steps))
+        out = cohort.run(program, cohort.send(state.x, "x"), cohort.agreed(shared), memory, key=k_round)
+        x = add(state.x, scale(self.server_lr, cohort.mean(out[0], "x")))
+        y = self._decoded(fed, x, shared) if self.decoder.alike else cohort.put(state.y, out[1])
+        kept = None if state.memory is None else cohort.put(state.memory, out[2])
+        return Separated(x, y, kept), {}
+
+    def solution(self, state: Separated) -> tuple[PyTree, PyTree]:
+        return state.x, state.y

@@ -1,0 +1,192 @@
+"""Decoders: how what travels, x, becomes what learns, y, and how a change of y becomes one of x."""
+
+from __future__ import annotations
+
+import abc
+import difflib
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import equinox as eqx
+import jax
+import jax.random as jr
+
+from fedbilevel.adjoint.neumann import Neumann
+from fedbilevel.fed.loop import branch, repeat
+from fedbilevel.local.descent import Descent
+from fedbilevel.local.work import Amount, Work, amount, check_amounts, of_client
+from fedbilevel.problem.base import Problem
+from fedbilevel.problem.oracle import Client
+from fedbilevel.tree import PyTree, scale
+
+Start: TypeAlias = Literal["cold", "warm", "offset"]
+"""Where a decoder begins: always at the same point ("cold"); where the client's last call ended ("warm"); or
+at the same point, with only the difference from there decoded ("offset")."""
+
+
+class Decoder(eqx.Module):
+    """`y_m(x)`, and the transpose of its derivative.
+
+    A decoder must say what the first x is, what everybody makes beforehand (`shared`, handed to all other
+    methods), and how to decode and encode. One that begins where its last call ended says that it is `warm`;
+    one that keeps something else between rounds gives its own `memory` and `decoded`.
+    """
+
+    @abc.abstractmethod
+    def first(self, problem: Problem, shared: PyTree) -> PyTree:
+        """The server's first x."""
+
+    @abc.abstractmethod
+    def shared(self, problem: Problem) -> PyTree:
+        """Arrays that everybody makes from what was agreed, once for all rounds; () if there are none."""
+
+    @abc.abstractmethod
+    def decode(self, me: Client, x: PyTree, start: PyTree, shared: PyTree) -> PyTree:
+        """`y_m(x)`; `start` is a y to begin from, which only warm decoders use."""
+
+    @abc.abstractmethod
+    def encode(self, me: Client, x: PyTree, y: PyTree, change: PyTree, shared: PyTree) -> PyTree:
+        """`(∂y_m/∂x)ᵀ · change`, like x, at the decoded y."""
+
+    @property
+    def alike(self) -> bool:
+        """Whether all clients decode x to the same y without their data, so that the server can too."""
+        return False
+
+    @property
+    def warm(self) -> bool:
+        """Whether a client's decoding begins where its last one ended."""
+        return False
+
+    def memory(self, problem: Problem) -> PyTree:
+        """What a client keeps between rounds, before the first one; None if nothing."""
+        return problem.y0 if self.warm else None
+
+    def decoded(self, me: Client, x: PyTree, memory: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
+        """`y_m(x)` and what the client keeps for its next round; `memory`: what it kept, () if nothing."""
+        y = self.decode(me, x, memory if self.warm else me.problem.y0, shared)
+        return y, y if self.warm else ()
+
+
+class GradientDecoder(Decoder):
+    """`y_m(x) = argmin_y g_m(x, y)` by gradient steps on the problem's own lower level.
+
+    Decode: `I_dec` steps `y ← y − γ∇_y g_m(x, y; ζ)`, each on a fresh batch. Encode, at the decoded y:
+
+        (∂y_m/∂x)ᵀ Δy ≈ −J (τ Σ_{q=0..Q} (I − τH)^q) Δy
+
+    with a fresh batch for every product. Cost: I_dec of g_y, Q of g_yy, one of g_xy.
+
+    Args:
+        lower_lr: γ.
+        lower_steps: I_dec; a number, or a tuple with one for each client.
+        terms: Q; the series has Q + 1 terms.
+        adjoint_lr: τ, at most the inverse of H's largest eigenvalue; None: γ.
+        start: "warm", where the client's last decoding ended, or "cold", the problem's y0.
+
+    Reference: J. Li, H. Huang, FedSep: separating communication and learning in federated learning, equation
+    3, with the sign of −∂y/∂x taken back.
+    """
+
+    lower_lr: Any
+    lower_steps: Amount = eqx.field(static=True, converter=amount)
+    terms: int = eqx.field(static=True)
+    adjoint_lr: Any = None
+    start: Literal["cold", "warm"] = eqx.field(static=True, default="warm")
+
+    def __check_init__(self) -> None:
+        check_amounts(self, "lower_steps")
+        check_choice("start", self.start, ("cold", "warm"))
+        for name in ("lower_lr", "adjoint_lr"):
+            check_positive(name, getattr(self, name))
+        if type(self.terms) is not int or self.terms < 0:
+            raise ValueError(f"terms is {self.terms!r}; it must be a whole number of at least 0")
+
+    @property
+    def warm(self) -> bool:
+        return self.start == "warm"
+
+    def first(self, problem: Problem, shared: PyTree) -> PyTree:
+        return problem.x0
+
+    def shared(self, problem: Problem) -> PyTree:
+        return ()
+
+    def decode(self, me: Client, x: PyTree, start: PyTree, shared: PyTree) -> PyTree:
+        begin = start if self.warm else me.problem.y0
+        return Descent(self.lower_lr, Work("lower", self.lower_steps))(me, x, begin)
+
+    def encode(self, me: Client, x: PyTree, y: PyTree, change: PyTree, shared: PyTree) -> PyTree:
+        k_products, k_mixed = jr.split(me.key)
+
+        def product(index: Any, v: PyTree, memo: PyTree) -> tuple[PyTree, PyTree]:
+            return me.g_yy(x, y, v, me.batch("lower", jr.fold_in(k_products, index))), memo
+
+        rate = self.lower_lr if self.adjoint_lr is None else self.adjoint_lr
+        u = Neumann(self.terms + 1, 1 / rate).solve(product, change, (), me.key, repeat).u
+        return scale(-1, me.g_xy(x, y, u, me.batch("lower", k_mixed)))
+
+
+class EachDecoder(Decoder):
+    """Another decoder for every kind of client, all of the same x.
+
+    Args:
+        decoders: one of each kind; they may keep nothing between rounds.
+        assignment: which of them a client has: a tuple with one number for each client.
+    """
+
+    decoders: tuple[Decoder, ...] = eqx.field(converter=tuple)
+    assignment: Amount = eqx.field(static=True, converter=amount)
+
+    def __check_init__(self) -> None:
+        chosen = {self.assignment} if isinstance(self.assignment, int) else set(self.assignment)
+        if not chosen <= set(range(len(self.decoders))):
+            raise ValueError(
+                f"assignment names the decoders {sorted(chosen)}, but there are {len(self.decoders)}: "
+                "give numbers counted from 0"
+            )
+
+    def first(self, problem: Problem, shared: PyTree) -> PyTree:
+        firsts = [own.first(problem, theirs) for own, theirs in zip(self.decoders, shared, strict=True)]
+        forms = [jax.eval_shape(lambda x: x, x) for x in firsts]
+        if any(form != forms[0] for form in forms):
+            raise ValueError(f"the decoders are of different x, so that no mean can be made: {forms}")
+        return firsts[0]
+
+    def shared(self, problem: Problem) -> PyTree:
+        return tuple(own.shared(problem) for own in self.decoders)
+
+    def memory(self, problem: Problem) -> PyTree:
+        keeping = [type(own).__name__ for own in self.decoders if own.memory(problem) is not None]
+        if keeping:
+            raise ValueError(
+                f"{', '.join(keeping)} keeps something between rounds, which decoders that differ between "
+                'clients cannot; a warm one can be made with start="cold"'
+            )
+
+    def decode(self, me: Client, x: PyTree, start: PyTree, shared: PyTree) -> PyTree:
+        """`y_m(x)`, if all decoders give trees of one form; otherwise pick the client's own first."""
+        return self._chosen(me, "decode", x, start, shared=shared)
+
+    def encode(self, me: Client, x: PyTree, y: PyTree, change: PyTree, shared: PyTree) -> PyTree:
+        return self._chosen(me, "encode", x, y, change, shared=shared)
+
+    def _chosen(self, me: Client, method: str, *values: PyTree, shared: PyTree) -> PyTree:
+        def own(place: int) -> Any:
+            return lambda: getattr(self.decoders[place], method)(me, *values, shared[place])
+
+        return branch(of_client(self.assignment, me.id), [own(place) for place in range(len(self.decoders))])
+
+
+def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Raise an error that explains unless the value is one of those allowed."""
+    if value not in allowed:
+        near = difflib.get_close_matches(str(value), allowed, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}{hint}")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raise an error that explains if the value is a number, known now, that is not above 0."""
+    if isinstance(value, int | float) and not value > 0:
+        raise ValueError(f"{name} is {value!r}; it must be a number above 0")

@@ -1,0 +1,280 @@
+"""Personalisation: x_i is client i's own, y is what the clients learn together.
+
+    min_{x_1..x_n}  mean_i f_i(x_i, y*)        y* = argmin_y mean_i g_i(x_i, y)
+
+What a client predicts depends on both variables; g is its training loss, f the loss by which its x_i is
+chosen. Any algorithm can solve these problems; one with a single x for all clients finds the best x for all.
+
+The first three are those of the paper that brings PDBO: Personalized decentralized bilevel optimization over
+stochastic and directed networks, section 6 and table 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+
+from fedbilevel.problem.accuracy import Accuracy, Classifier, CrossEntropy, check_classes, table
+from fedbilevel.problem.base import Objective, Problem, ProblemError
+from fedbilevel.problem.loss_tuning import OfModel
+from fedbilevel.problem.model import Model, Shape
+from fedbilevel.problem.personal_loss import (
+    ClassWeightedLoss,
+    MixtureOfModels,
+    OnTableOfAll,
+    OwnAndGlobal,
+    OwnHead,
+    OwnLoss,
+    Part,
+)
+from fedbilevel.tree import PyTree
+
+
+def ClassWeights(
+    model: Model,
+    *,
+    inputs: tuple[int, ...],
+    classes: int,
+    penalty: float = 0.001,
+    upper_penalty: float = 0.0,
+    test: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> Problem:
+    """Own weights of the classes in training (PDBO-DA): clients choose what the shared model learns of them.
+
+        g_i = mean_j C softmax(x_i)_label(j) CE_j(y) + (penalty/2)‖y‖²
+        f_i = mean_j CE_j(y) + (upper_penalty/2)‖x_i‖²
+
+    The classifier is the model y; x acts through `y*` alone. x starts at zero: all weights are one.
+    Samples are dicts `{"inputs": (samples, *inputs), "labels": (samples,)}`.
+
+    Args:
+        model: its parameters are y; one logit a class.
+        inputs: the shape of one sample's inputs.
+        classes: C, how many labels there are.
+        penalty: of the model's parameters.
+        upper_penalty: of x; the paper has 0.
+        test: columns `inputs` and `labels`: gives the metric `test_accuracy`, where clients have variables of
+            their own as the mean over the clients, each of them on all test samples.
+        seed: draws the parameters to start from.
+        **options: as for `Problem`; `client_metrics` are `accuracy` and `loss` of each client's own
+            classifier unless given.
+
+    References: PDBO, section 6 (the bilevel problem); M. Duan et al., Astraea: self-balancing federated
+    learning, ICCD 2019 (augmentation against imbalance).
+
+    Example:
+        >>> from fedbilevel.problem.model import Linear
+        >>> ClassWeights(Linear(10), inputs=(28, 28, 1), classes=10).x0.shape
+        (10,)
+    """
+    y0 = _drawn(model, inputs, classes, seed)
+    classifier = OfModel(model)
+    lower, upper = ClassWeightedLoss(classifier, Part(), penalty), OwnLoss(classifier, upper_penalty)
+    measures = _measures(classifier, jnp.zeros(classes), y0, inputs, classes, test)
+    return Problem(upper, lower, jnp.zeros(classes), y0, **measures | options)
+
+
+def Mixture(
+    model: Model,
+    *,
+    inputs: tuple[int, ...],
+    classes: int,
+    models: int = 3,
+    penalty: float = 0.001,
+    upper_penalty: float = 0.01,
+    test: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> Problem:
+    """Own mixtures of shared models (PDBO-MTL): the mean of their probabilities, with weights `softmax(x_i)`.
+
+        l_i = mean_j −log Σ_k softmax(x_i)_k softmax(model(y_k, inputs_j))_label(j)
+        g_i = l_i + (penalty/2)‖y‖²,   f_i = l_i + (upper_penalty/2)‖x_i‖²
+
+    x starts at zero: equal weights.
+
+    Args:
+        model: y holds `models` sets of its parameters, stacked; one logit a class.
+        inputs, classes, test, seed, **options: as for `ClassWeights`. The models start at different draws.
+        models: K, how many.
+        penalty: of the models' parameters.
+        upper_penalty: of x; the paper's is 0.01.
+
+    References: PDBO, section 6; O. Marfoq et al., Federated multi-task learning under a mixture of
+    distributions, NeurIPS 2021 (the models and their mixture).
+
+    Example:
+        >>> from fedbilevel.problem.model import Linear
+        >>> problem = Mixture(Linear(10), inputs=(4,), classes=10)
+        >>> problem.x0.shape, problem.y0["weight"].shape
+        ((3,), (3, 4, 10))
+    """
+    y0 = _stacked(model, inputs, classes, models, seed)
+    classifier = MixtureOfModels(model, Part())
+    lower, upper = CrossEntropy(classifier, penalty), OwnLoss(classifier, upper_penalty)
+    measures = _measures(classifier, jnp.zeros(models), y0, inputs, classes, test)
+    return Problem(upper, lower, jnp.zeros(models), y0, **measures | options)
+
+
+def WeightedMixture(
+    model: Model,
+    *,
+    inputs: tuple[int, ...],
+    classes: int,
+    models: int = 3,
+    penalty: float = 0.001,
+    class_penalty: float = 0.0005,
+    mixture_penalty: float = 0.01,
+    test: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> Problem:
+    """Own mixtures of shared models and own weights of the classes in their training (PDBO-MTL&DA).
+
+    x is `{"classes": (C,), "mixture": (K,)}`, at the start zero: see `ClassWeights` and `Mixture`.
+
+    Args:
+        model, inputs, classes, models, penalty, test, seed, **options: as for `Mixture`.
+        class_penalty, mixture_penalty: of the two parts of x; the paper's are 0.0005 and 0.01.
+
+    Reference: PDBO, section 6.
+
+    Example:
+        >>> from fedbilevel.problem.model import Linear
+        >>> problem = WeightedMixture(Linear(10), inputs=(4,), classes=10)
+        >>> {name: part.shape for name, part in problem.x0.items()}
+        {'classes': (10,), 'mixture': (3,)}
+    """
+    x0 = {"classes": jnp.zeros(classes), "mixture": jnp.zeros(models)}
+    y0 = _stacked(model, inputs, classes, models, seed)
+    classifier = MixtureOfModels(model, Part("mixture"))
+    upper = OwnLoss(classifier, {"classes": class_penalty, "mixture": mixture_penalty})
+    lower = ClassWeightedLoss(classifier, Part("classes"), penalty)
+    measures = _measures(classifier, x0, y0, inputs, classes, test)
+    return Problem(upper, lower, x0, y0, **measures | options)
+
+
+def PersonalLayers(
+    backbone: Model,
+    head: Model,
+    *,
+    inputs: tuple[int, ...],
+    classes: int,
+    penalty: float = 0.001,
+    upper_penalty: float = 0.001,
+    test: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> Problem:
+    """Own heads x_i on a shared backbone y: `head(x_i, backbone(y, inputs))`.
+
+        g_i = CE + (penalty/2)‖y‖²,   f_i = CE + (upper_penalty/2)‖x_i‖²
+
+    Args:
+        backbone: its parameters are y.
+        head: its parameters are x; one logit a class. All clients start with the same one.
+        inputs, classes, test, seed, **options: as for `ClassWeights`.
+        penalty: of the backbone's parameters.
+        upper_penalty: of the head's.
+
+    Reference: M. G. Arivazhagan et al., Federated learning with personalization layers, arXiv:1912.00818,
+    2019.
+
+    Example:
+        >>> from fedbilevel.problem.model import MLP, Linear
+        >>> from fedbilevel.tree import size
+        >>> backbone = MLP((200,), output_activation="relu")
+        >>> problem = PersonalLayers(backbone, Linear(10), inputs=(28, 28, 1), classes=10)
+        >>> size(problem.x0), size(problem.y0)
+        (2010, 157000)
+    """
+    k_backbone, k_head = jr.split(jr.key(seed))
+    y0, features = backbone.init(k_backbone, inputs)
+    x0, outputs = head.init(k_head, features)
+    check_classes(outputs, classes, "head")
+    classifier = OwnHead(backbone, head)
+    lower, upper = CrossEntropy(classifier, penalty), OwnLoss(classifier, upper_penalty)
+    return Problem(upper, lower, x0, y0, **_measures(classifier, x0, y0, inputs, classes, test) | options)
+
+
+def Interpolation(
+    model: Model,
+    *,
+    inputs: tuple[int, ...],
+    classes: int,
+    penalty: float = 0.001,
+    upper_penalty: float = 0.001,
+    test: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> Problem:
+    """An own model beside the global one y: the mean of their PROBABILITIES, with own weights σ(w), 1 − σ(w).
+
+        g_i = CE(model(y)) + (penalty/2)‖y‖²
+        f_i = CE(σ(w_i) softmax(model(own_i)) + (1 − σ(w_i)) softmax(model(y))) + (upper_penalty/2)‖own_i‖²
+
+    x is `{"weight": w, "model": own}`. Outputs are interpolated, not parameters as in APFL (Deng et al.).
+    g does not see x, so `y*` does not depend on it and the hypergradient is `∇_x f` alone, the direct one: a
+    bilevel method computes its adjoint in vain here.
+
+    Args:
+        model: y and x["model"] are its parameters; both start at the same draw, with w = 0.
+        inputs, classes, test, seed, **options: as for `ClassWeights`.
+        penalty: of the global model's parameters.
+        upper_penalty: of the own model's parameters; w has none.
+
+    References: Y. Mansour et al., Three approaches for personalization with applications to federated
+    learning, arXiv:2002.10619, 2020; Y. Deng, M. M. Kamani, M. Mahdavi, Adaptive personalized federated
+    learning, arXiv:2003.13461, 2020.
+
+    Example:
+        >>> from fedbilevel.problem.model import Linear
+        >>> sorted(Interpolation(Linear(10), inputs=(4,), classes=10).x0)
+        ['model', 'weight']
+    """
+    y0 = _drawn(model, inputs, classes, seed)
+    x0 = {"weight": jnp.zeros(()), "model": y0}
+    classifier = OwnAndGlobal(model)
+    lower, upper = CrossEntropy(OfModel(model), penalty), OwnLoss(classifier, {"model": upper_penalty})
+    return Problem(upper, lower, x0, y0, **_measures(classifier, x0, y0, inputs, classes, test) | options)
+
+
+# ------------------------------------------------------------- what they share
+
+
+def _drawn(model: Model, inputs: Shape, classes: int, seed: int) -> PyTree:
+    parameters, outputs = model.init(jr.key(seed), inputs)
+    check_classes(outputs, classes, "model")
+    return parameters
+
+
+def _stacked(model: Model, inputs: Shape, classes: int, models: int, seed: int) -> PyTree:
+    """Parameters of several models, each drawn for itself, with a leading axis of models."""
+    if type(models) is not int or models < 1:
+        raise ProblemError(f"models is {models!r}; it must be a whole number of at least 1")
+    drawn = [model.init(key, inputs) for key in jr.split(jr.key(seed), models)]
+    check_classes(drawn[0][1], classes, "model")
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *(parameters for parameters, _ in drawn))
+
+
+def _measures(
+    classifier: Classifier,
+    x0: PyTree,
+    y0: PyTree,
+    inputs: Shape,
+    classes: int,
+    test: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Every client's own accuracy and loss, and the accuracy on all test samples."""
+    own: dict[str, Objective] = {"accuracy": Accuracy(classifier), "loss": CrossEntropy(classifier)}
+    if test is None:
+        return {"metrics": {}, "client_metrics": own}
+    ranks = tuple(jnp.ndim(jax.tree.leaves(variable)[0]) for variable in (x0, y0))
+    whole = OnTableOfAll(own["accuracy"], table(test, inputs, classes), (ranks[0], ranks[1]))
+    return {"metrics": {"test_accuracy": whole}, "client_metrics": own}

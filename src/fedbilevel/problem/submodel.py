@@ -1,0 +1,204 @@
+"""Sub-models: which kernels of a network a client holds, and what they cost.
+
+A client that cannot train a whole model holds some of the kernels (output channels) of every layer. What it
+lacks is zero: the kernel, what is added to and multiplied with its output, and what the next layer makes of
+that. So a sub-model is the whole model times a mask, which every client can have another one of under `vmap`;
+`extract` makes the small model of it, with the same outputs.
+
+Kernels that must be held together, such as those of layers whose outputs are added, have one name.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from fedbilevel.problem.base import ProblemError
+from fedbilevel.problem.model import Model, Shape
+from fedbilevel.tree import PyTree
+
+Keep: TypeAlias = Sequence[Any]
+"""For every name a vector with one number for each of its kernels: 1 if it is held, 0 if not."""
+
+WHOLE = "."
+"""The name of an axis that every sub-model holds whole: pixels of a kernel, colours of an image, classes."""
+
+
+class Sliceable(Model):
+    """A model that says which axes of its parameters belong to which kernels."""
+
+    @abc.abstractmethod
+    def axes(self) -> PyTree:
+        """Like the parameters; a leaf is the names of its axes, such as `". . image stem"`.
+
+        `"."` is an axis that is always held whole. An axis that is t times as long as there are kernels of
+        its name is t copies, one after another: a flattened image.
+        """
+
+    @abc.abstractmethod
+    def uses(self, input_shape: Shape) -> PyTree:
+        """Like the parameters; how often one sample uses each weight: the pixels of a convolution's output.
+
+        0 for what is not counted as arithmetic, as is usual: biases and normalisations.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """The kernels of a model: their names, and the axes of the parameters that belong to them.
+
+    Attributes:
+        names: of the kernels that are chosen together.
+        sizes: how many of each there are.
+        shapes, itemsizes: of the leaves of the parameters.
+        axes: for every leaf and axis the place of its name in `names`; None: held whole.
+        uses: for every leaf, how often a sample uses each number; () if not known.
+
+    Example:
+        >>> from fedbilevel.problem.cnn4 import FourLayerCNN
+        >>> model = FourLayerCNN(filters=4)
+        >>> parameters, _ = model.init(jax.random.key(0), (28, 28, 1))
+        >>> kernels = Kernels.of(model, parameters, (28, 28, 1))
+        >>> kernels.sizes, kernels.counts(0.5)
+        ((4, 4, 4, 4), (2, 2, 2, 2))
+        >>> half = kernels.mask(parameters, kernels.leading(0.5))
+        >>> int(sum(leaf.sum() for leaf in jax.tree.leaves(half))) == kernels.cost(0.5)["parameters"]
+        True
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    shapes: tuple[Shape, ...]
+    itemsizes: tuple[int, ...]
+    axes: tuple[tuple[int | None, ...], ...]
+    uses: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, model: Sliceable, parameters: PyTree, input_shape: Shape | None = None) -> Kernels:
+        """The kernels of a model with these parameters; with the shape of a sample it can tell FLOPs, too."""
+        leaves, spots = jax.tree.leaves(parameters), [text.split() for text in jax.tree.leaves(model.axes())]
+        shapes = tuple(tuple(int(n) for n in jnp.shape(leaf)) for leaf in leaves)
+        if [len(shape) for shape in shapes] != [len(spot) for spot in spots]:
+            raise ProblemError(
+                f"{type(model).__name__} names the axes {spots}, but the parameters have the shapes "
+                f"{shapes}: they are not those of this model"
+            )
+        named = [
+            (name, n)
+            for spot, shape in zip(spots, shapes, strict=True)
+            for name, n in zip(spot, shape, strict=True)
+        ]
+        names = tuple(dict.fromkeys(name for name, _ in named if name != WHOLE))
+        # The axis of a flattened image is longer; the kernels themselves are the shortest.
+        sizes = tuple(min(n for own, n in named if own == name) for name in names)
+        axes = tuple(tuple(None if name == WHOLE else names.index(name) for name in spot) for spot in spots)
+        uses = () if input_shape is None else tuple(jax.tree.leaves(model.uses(input_shape)))
+        return cls(names, sizes, shapes, tuple(jnp.result_type(leaf).itemsize for leaf in leaves), axes, uses)
+
+    def counts(self, ratio: float) -> tuple[int, ...]:
+        """How many kernels of each name a sub-model of this width holds: at least one, rounded up."""
+        return tuple(held(size, ratio) for size in self.sizes)
+
+    def leading(self, ratio: float) -> tuple[jax.Array, ...]:
+        """The first kernels of every name."""
+        return tuple(jnp.arange(n) < k for n, k in zip(self.sizes, self.counts(ratio), strict=True))
+
+    def mask(self, parameters: PyTree, keep: Keep) -> PyTree:
+        """Like the parameters: the product of `keep` over the axes of every number; soft if `keep` is."""
+        leaves, structure = jax.tree.flatten(parameters)
+        masks = [self._mask(place, leaf, keep) for place, leaf in enumerate(leaves)]
+        return jax.tree.unflatten(structure, masks)
+
+    def _mask(self, place: int, leaf: Any, keep: Keep) -> jax.Array:
+        shape, whole = self.shapes[place], jnp.ones((), jnp.result_type(leaf))
+        for axis, name in enumerate(self.axes[place]):
+            if name is not None:
+                copies = jnp.tile(jnp.asarray(keep[name], whole.dtype), shape[axis] // self.sizes[name])
+                whole = whole * copies.reshape(-1, *(1,) * (len(shape) - axis - 1))
+        return jnp.broadcast_to(whole, shape)
+
+    def present(self, parameters: PyTree) -> tuple[jax.Array, ...]:
+        """Which kernels of a masked model there are: those whose weights are not all zero."""
+        leaves, found = jax.tree.leaves(parameters), [jnp.zeros(n, bool) for n in self.sizes]
+        for leaf, axes in zip(leaves, self.axes, strict=True):
+            if len(axes) > 1 and axes[-1] is not None:
+                found[axes[-1]] = found[axes[-1]] | jnp.any(leaf != 0, axis=tuple(range(len(axes) - 1)))
+        return tuple(found)
+
+    def extract(self, parameters: PyTree, keep: Keep) -> PyTree:
+        """The parameters of the small model; `keep` must be known, since it decides their shapes."""
+        leaves, structure = jax.tree.flatten(parameters)
+        small = []
+        for leaf, axes, shape in zip(leaves, self.axes, self.shapes, strict=True):
+            for axis, name in enumerate(axes):
+                if name is not None:
+                    places = np.flatnonzero(np.tile(np.asarray(keep[name]), shape[axis] // self.sizes[name]))
+                    leaf = jnp.take(leaf, places, axis)
+            small.append(leaf)
+        return jax.tree.unflatten(structure, small)
+
+    def cost(self, keep: Keep | float) -> dict[str, Any]:
+        """What a sub-model costs; it depends on how many kernels are held, and not on which.
+
+        Args:
+            keep: the kernels, or the width ratio ρ, that is, the first ones of every layer. Soft kernels
+                count as much as they are held.
+
+        Returns:
+            `parameters`, their `bytes`, and, if the shape of a sample is known, the `flops` of one sample
+            forward: two for each use of a weight in a convolution or dense layer.
+        """
+        soft = not isinstance(keep, int | float)
+        counts = [jnp.sum(own) for own in keep] if soft else self.counts(keep)  # type: ignore[arg-type, union-attr]
+        numbers = self.numbers(counts)
+        total = {
+            "parameters": sum(numbers),
+            "bytes": sum(n * size for n, size in zip(numbers, self.itemsizes, strict=True)),
+        }
+        if self.uses:
+            total["flops"] = 2 * sum(n * times for n, times in zip(numbers, self.uses, strict=True))
+        return total
+
+    def numbers(self, counts: Sequence[Any]) -> list[Any]:
+        """How many numbers of every leaf are held, if so many kernels of each name are."""
+
+        def of_axis(n: int, name: int | None) -> Any:
+            return n if name is None else counts[name] * (n // self.sizes[name])
+
+        pairs = (zip(shape, axes, strict=True) for shape, axes in zip(self.shapes, self.axes, strict=True))
+        return [math.prod(of_axis(n, name) for n, name in pair) for pair in pairs]
+
+
+def held(size: int, ratio: float) -> int:
+    """How many of `size` kernels a ratio of them is: rounded up, so at least one."""
+    if not 0 < ratio <= 1:
+        raise ValueError(f"a width ratio is {ratio!r}; it must be above 0 and at most 1")
+    # Rounded first: 0.07 of 100 kernels are 7, though the product is a little more.
+    return max(1, math.ceil(round(ratio * size, 6)))
+
+
+def best(scores: Float[Array, " kernels"], count: Any) -> Bool[Array, " kernels"]:
+    """Which are the `count` largest scores, the first of equals; `count` may be known at run time only."""
+    rank = jnp.argsort(jnp.argsort(-scores))
+    return rank < count
+
+
+def kernels_in(problem: Any, input_shape: Shape | None = None) -> Kernels:
+    """The kernels of the model that a problem's y holds, found in its objectives."""
+    found = jax.tree.leaves(problem.upper, is_leaf=lambda part: isinstance(part, Sliceable))
+    models = [part for part in found if isinstance(part, Sliceable)]
+    if not models:
+        raise ProblemError(
+            "no model that can be sliced was found in the upper objective of the problem. Use one such as "
+            "fedbilevel.ResNet18 in a problem of this library, or say which kernels its parameters have: "
+            "kernels=Kernels.of(model, parameters)"
+        )
+    return Kernels.of(models[0], problem.y0, input_shape)
