@@ -1,15 +1,21 @@
 """Hyper-representation: objectives, derivatives, metrics, and a run."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+import jax.random as jr
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
 
 import fedbilevel as fb
+from fedbilevel.local import Descent, Work
 from fedbilevel.portable import imported, pack, unpack
+from fedbilevel.problem.accuracy import CrossEntropy
 from fedbilevel.problem.base import ProblemError
-from fedbilevel.problem.model import MLP, Linear
+from fedbilevel.problem.model import MLP, Linear, Model
+from fedbilevel.problem.oracle import Client
 from fedbilevel.problem.representation import HyperRepresentation
 from fedbilevel.tree import size
 
@@ -150,3 +156,43 @@ def test_the_seed_draws_the_start():
     same, other = make(seed=0), make(seed=1)
     assert jax.tree.all(jax.tree.map(jnp.array_equal, make().x0, same.x0))
     assert not jnp.array_equal(other.y0["weight"], same.y0["weight"])
+
+
+def test_features_computed_once_change_no_step(float64):
+    """Passes over clients of unequal size, with short last batches: as by an objective without features."""
+    draws = np.random.default_rng(0)
+    data = [
+        {"inputs": draws.normal(size=(size, 5)), "labels": draws.integers(0, 3, size)} for size in (7, 4, 9)
+    ]
+    clients = fb.Clients(data, batch_size=4)
+    backbone = fb.MLP((6,), activation="tanh", output_activation="tanh")
+    problem = fb.HyperRepresentation(backbone, fb.Linear(3), inputs=(5,), classes=3)
+    plain = dataclasses.replace(problem, lower=CrossEntropy(problem.lower.representation, 0.01))
+    method = fb.FedNest(0.1, 0.2, lower_epochs=2, series="none")
+    found, expected = (fb.solve(p, clients, method, 2, progress=False) for p in (problem, plain))
+    assert found.ledger == expected.ledger
+    for point in zip(
+        jax.tree.leaves((found.x, found.y)), jax.tree.leaves((expected.x, expected.y)), strict=True
+    ):
+        np.testing.assert_allclose(*point, rtol=1e-12)
+
+
+def test_features_of_all_samples_are_computed_once_and_only_where_steps_read_them_all():
+    calls = []
+
+    class Counting(Model):
+        def init(self, key, input_shape):
+            return jnp.ones(()), input_shape
+
+        def __call__(self, parameters, inputs):
+            calls.append(inputs.shape[0])
+            return parameters * inputs
+
+    problem = fb.HyperRepresentation(Counting(), fb.Linear(2), inputs=(3,), classes=2)
+    clients = fb.Clients([{"inputs": np.ones((8, 3)), "labels": np.zeros(8, int)}] * 2, batch_size=2)
+    me = Client(problem, clients, 1, 1, jr.key(0))
+    Descent(0.1, Work("lower", epochs=3))(me, problem.x0, problem.y0)
+    assert calls == [8]
+    calls.clear()
+    Descent(0.1, Work("lower", steps=2))(me, problem.x0, problem.y0)
+    assert set(calls) == {2}

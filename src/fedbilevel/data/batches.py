@@ -72,6 +72,12 @@ class Samples(eqx.Module):
         whole = size <= self.width
         return self._pick(client, jnp.where(whole, places, drawn), jnp.minimum(size, self.width))
 
+    def own(self, client: Any) -> Samples:
+        """One client's samples alone, as client 0, padded to the longest client's size."""
+        flat = self._rows(client, jnp.minimum(jnp.arange(self.longest), self.size[client] - 1))
+        start, size = jnp.zeros(1, self.start.dtype), self.size[client][None]
+        return Samples(flat, start, size, None, self.batch_size, self.longest, self.smallest)
+
     def batches_in_pass(self, client: Any) -> Any:
         """How many batches one pass over a client's samples takes; static if all clients agree."""
         most, least = -(-self.longest // self.width), -(-self.smallest // self.width)

@@ -104,7 +104,7 @@ def ready(
     seed: int,
     start: Result | None = None,
 ) -> tuple[Algorithm[Any], float | None, Ledger]:
-    """The algorithm for these clients and this problem; its measured smoothness, if any; what has been spent."""
+    """The algorithm for these clients and this problem, its measured smoothness, and what has been spent."""
     spent, algorithm = Ledger() if start is None else start.ledger, algorithm.among(clients.n).on(problem)
     smoothness = None if start is None else start.smoothness
     if not (getattr(algorithm, "needs_smoothness", False) and problem.structure == "bilevel"):

@@ -23,7 +23,8 @@ class Descent(Program):
 
     Called with `(x, y)` it is SGD, `z ← z − lr·G_i(z; ζ)`; called with `(x, y, q)` it is SVRG,
     `z ← z − lr·[G_i(z; ζ) − G_i(z⁰; ζ) + q]`, with one fresh batch ζ a step in both terms.
-    Returns the last z. x is projected onto its set after every step.
+    Returns the last z. x is projected onto its set after every step. In steps on y x stays, so features of
+    the samples that depend on x alone are computed once, if the steps read them all.
 
     Reference: FedNest, algorithms 2, 4 (SVRG) and 6 (SGD).
     """
@@ -33,6 +34,8 @@ class Descent(Program):
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
         x, y, *anchor = values
+        if self.work.level == "lower" and self.work.sees_all(me):
+            me = me.at_fixed(x, "lower")
 
         def gradient(z: PyTree, batch: Batch) -> PyTree:
             return me.g_y(x, z, batch) if self.work.level == "lower" else me.f_x(z, y, batch)

@@ -91,9 +91,9 @@ def least_squares(operator: Operator, b: Float[Array, " m"], iterations: int) ->
 
     Reference: Å. Björck, Numerical methods for least squares problems, SIAM 1996, section 7.4.
     """
-    # Of unit length: squares of small numbers would underflow in float32.
-    length = jnp.linalg.norm(b)
-    residual = b / _safe(length)
+    # With largest entry 1: squares of small numbers would underflow in float32.
+    largest = jnp.max(jnp.abs(b))
+    residual = b / _safe(largest)
     slope = operator.adjoint(residual)
     first = jnp.sum(slope**2)
     enough = (10 * jnp.finfo(b.dtype).eps) ** 2 * first
@@ -111,7 +111,7 @@ def least_squares(operator: Operator, b: Float[Array, " m"], iterations: int) ->
         return index + 1, z, residual, slope + new / rho * direction, new
 
     start = (jnp.zeros((), jnp.int32), jnp.zeros_like(slope), residual, slope, first)
-    return length * jax.lax.while_loop(unfinished, advance, start)[1]
+    return largest * jax.lax.while_loop(unfinished, advance, start)[1]
 
 
 def _safe(number: jax.Array) -> jax.Array:

@@ -128,8 +128,10 @@ class SketchLasso(Sketched):
     """`θ(ω) = argmin_θ ½‖Sθ − ω‖² + β‖θ‖₁`, by proximal gradient steps.
 
     Encode: `Δω = (S_Aᵀ)⁺ Δθ_A` on the active set A, by conjugate gradients (see `lasso_adjoint`). It is the
-    derivative of the solution; a θ after few steps is not quite there. With |A| near p the system is badly
-    conditioned, and the number of iterations bounds what rounding and noise do.
+    derivative of the solution where there is only one, with the columns of S_A independent: almost surely
+    for a Gaussian S, but not for the others with a handful of rows. A θ after few steps is not quite there.
+    With |A| near p the system is badly conditioned, and the number of iterations bounds what rounding and
+    noise do.
 
     Where the decoder begins:
 

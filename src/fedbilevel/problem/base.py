@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias, get_args
@@ -41,7 +42,8 @@ class Problem(eqx.Module):
     Where clients differ in size, a batch is padded, and an objective is evaluated sample by sample and summed
     with weights. One that is not a mean over samples, such as a power of a mean, needs a method
     `on_weighted(x, y, samples, weight)`: its value on samples that weigh `weight`, `(samples,)`, summing to
-    one, some of them zero. On a minibatch such an objective is a biased estimate.
+    one, some of them zero. On a minibatch such an objective is a biased estimate. An objective that sees x
+    through features of the samples may say so (`Separable`): local steps on y then compute them once.
 
     Example:
         >>> import jax.numpy as jnp
@@ -198,6 +200,30 @@ class Nothing(eqx.Module):
 
     def __call__(self, x: PyTree, y: PyTree, samples: PyTree) -> jax.Array:
         return jnp.zeros(())
+
+
+class Separable(abc.ABC):
+    """An objective that sees x and the samples through features alone: `F(x, y, s) = G(y, features(x, s))`.
+
+    Where x stays and y makes many steps, features are computed once for every sample.
+    """
+
+    @abc.abstractmethod
+    def features(self, x: PyTree, samples: PyTree) -> PyTree:
+        """What is needed of x and the samples: a tree with the same leading axis."""
+
+    @abc.abstractmethod
+    def on_features(self, y: PyTree, features: PyTree) -> jax.Array:
+        """The objective, a mean over the samples."""
+
+
+class OnFeatures(eqx.Module):
+    """A separable objective on samples that are features already."""
+
+    function: Separable
+
+    def __call__(self, x: PyTree, y: PyTree, samples: PyTree) -> jax.Array:
+        return self.function.on_features(y, samples)
 
 
 def objective(problem: Problem, level: str, x: PyTree, y: PyTree, batch: Batch) -> jax.Array:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import equinox as eqx
 import jax
 
 from fedbilevel.data.batches import Batch, Samples
 from fedbilevel.data.clients import Clients
 from fedbilevel.fed.ledger import Entry, count
-from fedbilevel.problem.base import Problem, objective
+from fedbilevel.problem.base import OnFeatures, Problem, Separable, objective
 from fedbilevel.tree import PyTree
 
 
@@ -37,6 +39,21 @@ class Client:
     def with_batches_of(self, size: int | None) -> Client:
         """This client with minibatches of another size; None: all of its samples."""
         return Client(self.problem, self._clients.batched(size), self._place, self.id, self.key)
+
+    def at_fixed(self, x: PyTree, level: str) -> Client:
+        """This client for work at one x: an objective's features of x and its samples are computed now, once.
+
+        Only a `Separable` objective has them; for any other this is the client as it is.
+        """
+        function = getattr(self.problem, level)
+        if not isinstance(function, Separable):
+            return self
+        own = self.samples(level).own(self._place)
+        seen = eqx.tree_at(lambda samples: samples.flat, own, function.features(x, own.flat))
+        clients = eqx.tree_at(lambda clients: getattr(clients, level), self._clients, seen)
+        changed: dict[str, Any] = {level: OnFeatures(function)}
+        problem = dataclasses.replace(self.problem, **changed)
+        return Client(problem, clients, 0, self.id, self.key)
 
     # --------------------------------------------------------------- batches
 

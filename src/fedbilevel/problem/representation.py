@@ -11,12 +11,20 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import jax.random as jr
 
-from fedbilevel.problem.accuracy import Accuracy, CrossEntropy, OnTable, check_classes, table
-from fedbilevel.problem.base import Problem
+from fedbilevel.problem.accuracy import (
+    Accuracy,
+    CrossEntropy,
+    OnTable,
+    check_classes,
+    cross_entropy,
+    table,
+)
+from fedbilevel.problem.base import Problem, Separable
 from fedbilevel.problem.model import Model
-from fedbilevel.tree import PyTree
+from fedbilevel.tree import PyTree, dot
 
 
 class Representation(eqx.Module):
@@ -27,6 +35,25 @@ class Representation(eqx.Module):
 
     def __call__(self, x: PyTree, y: PyTree, inputs: jax.Array) -> jax.Array:
         return self.head(y, self.backbone(x, inputs))
+
+
+class HeadLoss(eqx.Module, Separable):
+    """The mean cross-entropy of a head on features, `+ (penalty/2)‖y‖²`: the backbone x is seen through
+    these.
+    """
+
+    representation: Representation
+    penalty: Any = 0.0
+
+    def __call__(self, x: PyTree, y: PyTree, samples: PyTree) -> jax.Array:
+        return self.on_features(y, self.features(x, samples))
+
+    def features(self, x: PyTree, samples: PyTree) -> PyTree:
+        return {**samples, "inputs": self.representation.backbone(x, samples["inputs"])}
+
+    def on_features(self, y: PyTree, features: PyTree) -> jax.Array:
+        logits = self.representation.head(y, features["inputs"])
+        return jnp.mean(cross_entropy(logits, features["labels"])) + self.penalty / 2 * dot(y, y)
 
 
 def HyperRepresentation(
@@ -72,7 +99,7 @@ def HyperRepresentation(
     check_classes(outputs, classes, "head")
     classifier = Representation(backbone, head)
     metrics = {} if test is None else _metrics(classifier, table(test, inputs, classes))
-    upper, lower = CrossEntropy(classifier), CrossEntropy(classifier, penalty)
+    upper, lower = HeadLoss(classifier), HeadLoss(classifier, penalty)
     measures: dict[str, Any] = {"metrics": metrics, "client_metrics": {"accuracy": Accuracy(classifier)}}
     return Problem(upper, lower, x0, y0, **measures | options)
 

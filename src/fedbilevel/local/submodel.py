@@ -1,0 +1,236 @@
+"""FedSep's decoder for clients that cannot hold the whole model: it learns which kernels a client needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+
+from fedbilevel.fed.ledger import Entry, count
+from fedbilevel.fed.loop import repeat
+from fedbilevel.local.decode import Decoder, check_positive
+from fedbilevel.local.optimizer import Named
+from fedbilevel.local.work import check_count
+from fedbilevel.problem.base import Problem, ProblemError, objective
+from fedbilevel.problem.oracle import Client
+from fedbilevel.problem.submodel import Keep, Kernels, Ratios, best, kernels_in, own_ratio, ratios_setting
+from fedbilevel.tree import PyTree, add, scale
+
+
+class MaskNet(eqx.Module):
+    """`a = HN(φ)`: soft masks of all kernels, made by a small network.
+
+        h_l = tanh(e_l · W + b) ,   a_l = sigmoid(h_l · O_l + c_l)
+
+    with an embedding e_l of every name l of kernels; all of these are φ. c starts at 3, so that a starts near
+    one, the whole model.
+
+    Args:
+        sizes: how many kernels of each name there are.
+        hidden: length of e and h.
+
+    Reference: S. Gao, F. Huang, Y. Zhang, H. Huang, Disentangled differentiable network pruning, ECCV 2022
+    (whose network has a recurrent layer in the place of W).
+    """
+
+    sizes: tuple[int, ...] = eqx.field(static=True)
+    hidden: int = eqx.field(static=True)
+
+    def init(self, key: jax.Array, dtype: Any) -> PyTree:
+        """φ at the start."""
+        k_names, k_weight, k_out = jr.split(key, 3)
+        size = self.hidden**-0.5
+        keys = jr.split(k_out, len(self.sizes))
+        return {
+            "names": jr.normal(k_names, (len(self.sizes), self.hidden), dtype),
+            "weight": size * jr.normal(k_weight, (self.hidden, self.hidden), dtype),
+            "bias": jnp.zeros(self.hidden, dtype),
+            "out": [
+                size * jr.normal(k, (self.hidden, n), dtype) for k, n in zip(keys, self.sizes, strict=True)
+            ],
+            "centre": [jnp.full(n, 3, dtype) for n in self.sizes],
+        }
+
+    def __call__(self, phi: PyTree) -> list[jax.Array]:
+        hidden = jnp.tanh(phi["names"] @ phi["weight"] + phi["bias"])
+        pairs = zip(hidden, phi["out"], phi["centre"], strict=True)
+        return [jax.nn.sigmoid(row @ out + centre) for row, out, centre in pairs]
+
+
+class Submodel(Decoder):
+    """What travels is the whole model x = ω; a client trains the kernels that it needs most, `θ = a ⊙ ω`.
+
+        a = argmin  f_m(a ⊙ ω) + β log(max(T(a), ρT)/(ρT))
+
+    T(a) are the FLOPs of the sub-model, T those of the whole, ρ the client's width ratio. a is soft, and made
+    by a small network of the client's own (`MaskNet`), which learns by AdamW on its upper-level data. Then
+    the ρ kernels of every layer with the largest a are held whole, and all others are zero (about ρ² of
+    the FLOPs). Encode: `Δω = a ⊙ Δθ`.
+
+    Every client keeps its network. The mask is learnt further in every `refresh`-th round that the client
+    takes part in, with AdamW started anew, and used as it is in between.
+
+    The derivative of θ has a second term, `diag(ω) ∂a/∂ω`, which the paper leaves out. With `full` it is
+    there: the soft mask is then learnt from the same start, on all of the client's data, in every round, so
+    that it is a function of ω; it is differentiated through all steps of that.
+
+    Args:
+        ratios: ρ: a number, a tuple with one for each client, or "random": each client's is drawn once from
+            1, 1/2, 1/4, 1/8, 1/16.
+        penalty: β.
+        mask_lr: AdamW's step size.
+        mask_steps: how many steps of it a refreshment takes.
+        refresh: rounds of a client from one refreshment to the next.
+        full: with the second term.
+        soft: hold all kernels as much as a says, in the place of the best ones: smooth, and no smaller;
+            only with `full`.
+        hidden: width of the small network.
+        seed: draws the small network.
+        ratio_seed: draws the ratios.
+        kernels: of the parameters y0, with the shape of a sample; None: found in the problem's upper
+            objective, and in its samples' `inputs`.
+
+    Cost: `mask_steps` calls of f_y in a round with a refreshment; with `full`, encoding is counted as two
+    more for each of them.
+
+    Reference: J. Li, H. Huang, FedSep: separating communication and learning in federated learning, section
+    4.2, equations 7 and 8.
+    """
+
+    ratios: Ratios = eqx.field(static=True, converter=ratios_setting, default="random")
+    penalty: Any = 10.0
+    mask_lr: Any = 0.01
+    mask_steps: int = eqx.field(static=True, default=10)
+    refresh: int = eqx.field(static=True, default=2)
+    full: bool = eqx.field(static=True, default=False)
+    soft: bool = eqx.field(static=True, default=False)
+    hidden: int = eqx.field(static=True, default=16)
+    seed: int = eqx.field(static=True, default=0)
+    ratio_seed: int = eqx.field(static=True, default=0)
+    kernels: Kernels | None = eqx.field(static=True, default=None)
+
+    def __check_init__(self) -> None:
+        for name in ("mask_steps", "refresh", "hidden"):
+            check_count(name, getattr(self, name))
+        check_positive("mask_lr", self.mask_lr)
+        if self.soft and not self.full:
+            raise ValueError("soft masks are only for `full`, whose encoder knows them; set full=True")
+
+    # ------------------------------------------------------------ as a decoder
+
+    def first(self, problem: Problem, shared: PyTree) -> PyTree:
+        return problem.y0
+
+    def shared(self, problem: Problem) -> PyTree:
+        return ()
+
+    def memory(self, problem: Problem) -> PyTree:
+        if self.full:
+            return None
+        kernels = kernels_in(problem) if self.kernels is None else self.kernels
+        return {"phi": self._phi(kernels, problem.y0), "rounds": jnp.zeros((), jnp.int32)}
+
+    def decode(self, me: Client, x: PyTree, start: PyTree, shared: PyTree) -> PyTree:
+        kernels = self._kernels(me)
+        data = me.with_batches_of(None) if self.full else me
+        phi = self._learnt(data, x, self._phi(kernels, x), self.mask_steps)
+        return self._held(me, x, self._net(kernels)(phi))
+
+    def decoded(self, me: Client, x: PyTree, memory: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
+        if self.full:
+            return self.decode(me, x, x, shared), ()
+        rounds = memory["rounds"]
+        steps = jnp.where(rounds % self.refresh == 0, self.mask_steps, 0)
+        phi = self._learnt(me, x, memory["phi"], steps)
+        y = self._held(me, x, self._net(self._kernels(me))(phi))
+        return y, {"phi": phi, "rounds": rounds + 1}
+
+    def encode(self, me: Client, x: PyTree, y: PyTree, change: PyTree, shared: PyTree) -> PyTree:
+        kernels = self._kernels(me)
+        if not self.full:
+            return _times(kernels.mask(y, kernels.present(y)), change)
+        count(Entry("call", "f_y"), 2 * self.mask_steps)
+        mask, pull = jax.vjp(lambda w: kernels.mask(w, self._function_of(me, w)), x)
+        first = mask if self.soft else kernels.mask(y, kernels.present(y))
+        return jax.tree.map(lambda m, d, z: m * d + z, first, change, pull(_times(x, change))[0])
+
+    # ----------------------------------------------------------- the soft mask
+
+    def _phi(self, kernels: Kernels, like: PyTree) -> PyTree:
+        dtype = jnp.result_type(jax.tree.leaves(like)[0])
+        return self._net(kernels).init(jr.key(self.seed), dtype)
+
+    def _net(self, kernels: Kernels) -> MaskNet:
+        return MaskNet(kernels.sizes, self.hidden)
+
+    def _rule(self) -> Named:
+        # The root of a sum of squares has no derivative at zero: with a little more under it, it has one.
+        return Named("adamw", {"learning_rate": self.mask_lr, "eps_root": 1e-12 if self.full else 0.0})
+
+    def _learnt(self, me: Client, x: PyTree, phi: PyTree, steps: Any) -> PyTree:
+        """φ after so many steps, which are counted."""
+
+        def body(index: Any, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+            batch = me.batch("upper", jr.fold_in(me.key, index))
+            gradient = self._gradient(me, x, carry[0], lambda y: me.f_y(x, y, batch))
+            return self._rule().step(carry[0], gradient, carry[1])
+
+        learnt, _ = repeat(steps, body, (phi, self._rule().init(phi)))
+        return learnt
+
+    def _function_of(self, me: Client, x: PyTree) -> list[jax.Array]:
+        """The soft mask as a function of the whole model, on all data: not counted, can be differentiated."""
+        batch, phi = me.with_batches_of(None).batch("upper", me.key), self._phi(self._kernels(me), x)
+
+        def slope(y: PyTree) -> PyTree:
+            return jax.grad(lambda y: objective(me.problem, "upper", x, y, batch))(y)
+
+        def body(carry: tuple[PyTree, PyTree], _: None) -> tuple[tuple[PyTree, PyTree], None]:
+            return self._rule().step(carry[0], self._gradient(me, x, carry[0], slope), carry[1]), None
+
+        (learnt, _), _ = jax.lax.scan(body, (phi, self._rule().init(phi)), None, self.mask_steps)
+        return self._net(self._kernels(me))(learnt)
+
+    def _gradient(self, me: Client, x: PyTree, phi: PyTree, slope: Callable[[PyTree], PyTree]) -> PyTree:
+        """Of the mask's objective in φ, by that of the loss in y."""
+        kernels = self._kernels(me)
+        net = self._net(kernels)
+        y, pull = jax.vjp(lambda phi: _times(kernels.mask(x, net(phi)), x), phi)
+        excess = jax.grad(lambda phi: self._excess(me, kernels, net(phi)))(phi)
+        return add(pull(slope(y))[0], scale(self.penalty, excess))
+
+    def _excess(self, me: Client, kernels: Kernels, keep: Keep) -> jax.Array:
+        """`log(max(T(a), ρT)/(ρT))`."""
+        table, place = own_ratio(self.ratios, me.id, self.ratio_seed)
+        share = kernels.cost(keep)["flops"] / kernels.cost(1.0)["flops"]
+        ratio = jnp.asarray(table, share.dtype)[place]
+        return jnp.log(jnp.maximum(share, ratio) / ratio)
+
+    def _held(self, me: Client, x: PyTree, keep: Keep) -> PyTree:
+        """The sub-model: ω times the soft mask, or its best kernels."""
+        kernels = self._kernels(me)
+        if not self.soft:
+            table, place = own_ratio(self.ratios, me.id, self.ratio_seed)
+            counts = jnp.asarray([kernels.counts(ratio) for ratio in table], jnp.int32)[place]
+            keep = [best(own, counts[name]) for name, own in enumerate(keep)]
+        return _times(kernels.mask(x, keep), x)
+
+    def _kernels(self, me: Client) -> Kernels:
+        """The kernels of the client's model, with the shape of its samples."""
+        if self.kernels is not None:
+            return self.kernels
+        samples = me.samples("upper").flat
+        if not isinstance(samples, Mapping) or "inputs" not in samples:
+            raise ProblemError(
+                "the FLOPs of a sub-model depend on the shape of a sample, that of the column `inputs` of "
+                "the data; there is none: give kernels=Kernels.of(model, parameters, input_shape)"
+            )
+        return kernels_in(me.problem, samples["inputs"].shape[1:])
+
+
+def _times(a: PyTree, b: PyTree) -> PyTree:
+    return jax.tree.map(jnp.multiply, a, b)
