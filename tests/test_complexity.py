@@ -91,3 +91,31 @@ def test_one_rung_costs_what_the_method_says(complexity: Any) -> None:
     assert never.costs == {}
     assert never.steps == 3
     assert never.floor > 1
+
+
+def ladder(complexity: Any, claim: Any, slope: float, reached: int = 4) -> list[Any]:
+    """Four rungs with exact power laws; from some rung on it does not get there."""
+    rungs = []
+    for number in range(4):
+        epsilon = complexity.FIRST / 2**number
+        costs = {cost: epsilon ** (slope - (cost != "rounds")) for cost in complexity.COSTS}
+        spent = complexity.Spent(costs if number < reached else {}, 10, 0.5)
+        rungs.append(complexity.Rung(claim, epsilon, (spent, spent)))
+    return rungs
+
+
+def test_tables_say_what_was_fitted_and_what_failed(complexity: Any) -> None:
+    claim = complexity.CLAIMS[0]
+    assert complexity._slopes(claim, ladder(complexity, claim, -1.5))[::5] == ["-1.50 ± 0.00", "as steep"]
+    assert complexity._slopes(claim, ladder(complexity, claim, -2.0))[-1] == "steeper"
+    failed = ladder(complexity, claim, -1.5, reached=3)
+    assert complexity._slopes(claim, failed)[-1] == "does not reach 0.0125 in time"
+    assert complexity.slope_table(failed).row_count == 2
+    assert complexity.ladder_table(failed).row_count == 4
+
+
+def test_hessian_products_are_fitted_without_the_length_of_their_series(complexity: Any) -> None:
+    (local,) = (claim for claim in complexity.CLAIMS if claim.name == "FedBiO, local")
+    rung = ladder(complexity, local, -1.5)[2]
+    assert rung.bounded("Hv") == pytest.approx(rung.cost("Hv") / complexity.terms(4.0))
+    assert rung.bounded("Jv") == rung.cost("Jv")

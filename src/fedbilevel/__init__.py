@@ -37,7 +37,7 @@ from fedbilevel.data import Clients
 from fedbilevel.engine import Process, Simulator, simulate
 from fedbilevel.experiment import Best, Diagnosis, Job, Result, diagnose, load, solve, sweep
 from fedbilevel.fed import Ledger, links
-from fedbilevel.local import SGD, Adam, PerBlock
+from fedbilevel.local import SGD, Adam, GradientDecoder, LinearSketch, PerBlock, SketchLasso
 from fedbilevel.problem import (
     MLP,
     AgnosticClients,
@@ -105,6 +105,7 @@ __all__ = [
     "FedNestSGD",
     "FedProx",
     "FewShot",
+    "GradientDecoder",
     "HyperRepresentation",
     "Interpolation",
     "Job",
@@ -113,6 +114,7 @@ __all__ = [
     "LFedNestSVRG",
     "Ledger",
     "Linear",
+    "LinearSketch",
     "Local",
     "LossTuning",
     "Mixture",
@@ -129,6 +131,7 @@ __all__ = [
     "Saddle",
     "Simplex",
     "Simulator",
+    "SketchLasso",
     "StocBiO",
     "TwoLayerCNN",
     "WeightedMixture",

@@ -9,10 +9,10 @@ import optax
 import pytest
 
 import fedbilevel as fb
-from algorithm.nodes import DX, DY, LR, UNEVEN, N, Running, drawn, gradients, sgp_step, stationary
+from algorithm.nodes import DX, DY, LR, UNEVEN, N, Running, drawn, federation, gradients, sgp_step, stationary
 from fedbilevel import links
 from fedbilevel.adjoint.push import receiving_weights
-from fedbilevel.algorithm.sgp import step_keys
+from fedbilevel.algorithm.sgp import PushSum, first_lower, step_keys
 from fedbilevel.local.push_sum import ReceivingWeights
 from fedbilevel.problem.quadratic import lower_objective, upper_objective
 
@@ -100,18 +100,18 @@ def test_with_doubly_stochastic_weights_it_is_decentralised_sgd(when):
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_over_directed_links_all_nodes_come_to_the_minimiser_of_the_mean(when):
     """Negative control: without the division by w, or with the rows' mean, the limit is another one."""
-    target = np.asarray(drawn().lower_solution(X[0]))
+    target = minimiser(np.ones(N))
     algorithm = fb.SGP(links.Given(UNEVEN), optax.exponential_decay(0.2, 200, 0.1), when)
     rows = np.asarray(Running(algorithm).advance(600).state.lower.y.value)
     np.testing.assert_allclose(rows, np.tile(target, (N, 1)), atol=5e-3)
-    weight = stationary(UNEVEN)[:, None]
-    undivided = rows * weight
-    assert np.abs(undivided - target).max() > 0.1
+    assert np.abs(rows * stationary(UNEVEN)[:, None] - target).max() > 0.1
+    assert np.abs(minimiser(stationary(UNEVEN)) - target).max() > 0.03
+
+
+def minimiser(weights):
+    """Of the weighted sum of g."""
     q = drawn()
-    mean_of_rows = np.linalg.solve(
-        np.einsum("n,nij->ij", weight[:, 0], q.A), np.einsum("n,ni->i", weight[:, 0], q.B @ X[0] + q.b)
-    )
-    assert np.abs(mean_of_rows - target).max() > 0.05, "weighted as row averages would do"
+    return np.linalg.solve(np.einsum("n,nij->ij", weights, q.A), weights @ (q.B @ X[0] + q.b))
 
 
 def test_a_schedule_is_one_of_the_step():
@@ -125,9 +125,10 @@ def test_a_schedule_is_one_of_the_step():
 # ------------------------------------------------------------------------ statistics
 
 
-def receive_of(statistics):
-    rows = [{name: value[i] for name, value in statistics.items()} for i in range(N)]
-    return np.stack([np.asarray(ReceivingWeights()(None, row)) for row in rows])
+def receive_of(running):
+    everyone = federation().everyone
+    statistics = everyone.take(running.state.lower.statistics)
+    return np.asarray(everyone.gather(everyone.run(ReceivingWeights(), statistics, key=jr.key(0)), "w")[0])
 
 
 def test_nodes_note_what_they_sent_and_heard():
@@ -138,12 +139,27 @@ def test_nodes_note_what_they_sent_and_heard():
     np.testing.assert_array_equal(statistics["exchanges"], 7)
 
 
+def test_nodes_note_the_mean_w_of_the_second_half():
+    """Of a run of seven steps: of the last four; and again in the next run."""
+    fed, everyone = federation(), federation().everyone
+    network, x = STOD.network(N), fed.keep(X)
+    lower = first_lower(fed)
+    for first in (0, 7):
+        w, key, seen = np.asarray(lower.w.value), jr.key(first), []
+        lower = PushSum(network).run(fed, everyone.take(x), lower, jnp.full(7, LR), key, first)
+        for index in range(7):
+            w = np.asarray(network.draw(step_keys(jr.fold_in(key, index))[1])) @ w
+            seen.append(w)
+        np.testing.assert_allclose(lower.w.value, w, rtol=1e-12)
+        np.testing.assert_allclose(lower.statistics.value["w"], np.mean(seen[-4:], axis=0), rtol=1e-12)
+
+
 def test_estimates_come_to_the_true_weights():
     """The error falls like a root: a tenth of it takes a hundred times as many exchanges."""
-    running, truth, errors = Running(fb.SGP(STOD, 0.0)), receiving_weights(STOD.network(N)), []
+    running, truth, errors = Running(fb.SGP(STOD, 0.0), seed=1), receiving_weights(STOD.network(N)), []
     for exchanges in (40, 3960):
-        statistics = running.advance(exchanges).state.lower.statistics.value
-        errors.append(np.sqrt(np.mean((receive_of(statistics) / truth - 1) ** 2)))
+        receive = receive_of(running.advance(exchanges))
+        errors.append(np.sqrt(np.mean((receive / truth - 1) ** 2)))
     assert errors[1] < 0.03
     assert 4 < errors[0] / errors[1] < 25
 
@@ -151,11 +167,11 @@ def test_estimates_come_to_the_true_weights():
 def test_who_was_never_heard_has_weight_zero():
     chances = np.full((N, N), 0.5)
     chances[0, 1] = 0.0
-    statistics = Running(fb.SGP(links.Stochastic(probability=chances), LR)).advance(60).state.lower.statistics
-    receive = receive_of(statistics.value)
+    receive = receive_of(Running(fb.SGP(links.Stochastic(probability=chances), LR)).advance(60))
     assert receive[0, 1] == 0
     assert np.all(np.isfinite(receive))
-    assert np.count_nonzero(receive) == N * N - 1
+    assert receive[1, 0] == 0, "nor has the way back a weight"
+    assert np.count_nonzero(receive) == N * N - 2
 
 
 # ------------------------------------------------------------------------------ cost
@@ -164,7 +180,7 @@ def test_who_was_never_heard_has_weight_zero():
 @pytest.mark.parametrize("name", KINDS)
 def test_it_costs_a_message_of_y_and_w_over_every_link_that_is_present(name):
     running = after_steps(name, "after")
-    present = sum(np.count_nonzero(W) - N for W in drawn_weights(KINDS[name], 7))
+    present = sum(int(np.count_nonzero(W)) - N for W in drawn_weights(KINDS[name], 7))
     assert running.start == fb.Ledger()
     assert running.ledger == fb.Ledger(
         rounds=7, edge={"z": present * 8 * (DY + 1)}, calls={"g_y": 7 * N}, samples=7 * N

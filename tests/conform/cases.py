@@ -66,7 +66,7 @@ def single_level() -> tuple[fb.Problem, fb.Clients]:
 def mixture() -> tuple[fb.Problem, fb.Clients]:
     inputs = jax.random.normal(jax.random.key(4), (CLIENTS, 4, 2))
     labels = jnp.sum(inputs > 0, axis=-1)
-    known = fb.problem.personal.Mixture(fb.Linear(3), inputs=(2,), classes=3, models=2, client_metrics={})
+    known = fb.Mixture(fb.Linear(3), inputs=(2,), classes=3, models=2, client_metrics={})
     return known, fb.Clients({"inputs": inputs, "labels": labels})
 
 

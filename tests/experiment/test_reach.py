@@ -17,7 +17,7 @@ def run(variant: str, seed: int, values: list[float], metric: str, clients: int 
     rows = []
     for number, value in enumerate(values):
         cost = {name: 8 * number for name in Ledger().columns() if name.startswith("calls_")}
-        cost |= {"rounds": 10 * number, "bytes_down": 10**6 * number, "bytes_up": 10**6 * number}
+        cost |= {"rounds": 10 * number, "bytes_down": 10**6 * number, "bytes_up": 10**6 * number, "samples": 40 * number}
         rows.append(Ledger().columns() | {"step": number, metric: value} | cost)
     return RecordedRun(pathlib.Path("."), "e", variant, seed, "done", History(tuple(rows)), clients)
 
@@ -27,7 +27,7 @@ def test_costs_are_those_of_the_first_evaluation_that_is_good_enough() -> None:
     (line,) = reach(runs, 0.5).lines
     assert (line.runs, line.reached) == (2, 2)
     means = {name: score.mean for name, score in line.costs.items()}
-    assert means == {"rounds": 20, "MB": 4 / 4, "∇f": 2 * 16 / 4, "∇g": 4, "Jv": 4, "Hv": 4}
+    assert means == {"rounds": 20, "MB": 4 / 4, "∇f": 2 * 16 / 4, "∇g": 4, "Jv": 4, "Hv": 4, "samples": 20}
     assert np.isclose(line.costs["rounds"].std or 0, np.std([10, 30], ddof=1))
 
 

@@ -128,13 +128,13 @@ def test_encode_is_the_derivative_of_the_converged_decoder(penalty):
     assert relative(found, by_differences(S, omega, penalty, change)) <= 1e-7
 
 
-@pytest.mark.parametrize("steps", [1, MANY])
-def test_encode_is_the_pseudo_inverse(steps):
+@pytest.mark.parametrize(("steps", "penalty"), [(1, 0.01), (MANY, PENALTY)])
+def test_encode_is_the_pseudo_inverse(steps, penalty):
     """After one step more than p entries are active; after many, fewer."""
     S, omega = drawn()
     change = np.random.default_rng(2).normal(size=D)
-    theta = solved(S, omega, 0.01, rate(S), steps)
-    active, found = encoded(S, omega, theta, change, 0.01, rate(S))
+    theta = solved(S, omega, penalty, rate(S), steps)
+    active, found = encoded(S, omega, theta, change, penalty, rate(S))
     A = np.asarray(active)
     assert (np.sum(A) > P) == (steps == 1)
     assert relative(found, np.linalg.pinv(S[:, A].T) @ change[A]) <= 1e-10

@@ -65,7 +65,7 @@ def test_a_sketch_is_its_seed_and_a_clients_own_is_another(kind):
 def test_what_is_not_stored_is_made_again_with_the_same_entries(size):
     """1500 rows of 2000 entries are three blocks, the last one shorter."""
     d = 2000
-    theta, omega = (np.random.default_rng(1).normal(size=n).astype(np.float32) for n in (d, size))
+    theta, omega = (jnp.asarray(np.random.default_rng(1).normal(size=n), jnp.float32) for n in (d, size))
     kept, anew = Gaussian(size, seed=5), Gaussian(size, seed=5, memory=0)
     stored = kept.stored(d)
     assert stored.shape == (size, d)

@@ -63,9 +63,8 @@ def test_flops_are_two_for_each_use_of_a_weight():
 
 CASES = {
     "ResNet": (ResNet, TINY),
-    "ResNet-batch": (ResNet, TINY | {"norm": "batch"}),
     "CNN": (FourLayerCNN, {"filters": 4, "outputs": 3, "pooled": 2}),
-    "CNN-group": (FourLayerCNN, {"filters": 4, "outputs": 3, "pooled": 2, "norm": "group"}),
+    "CNN-batch": (FourLayerCNN, {"filters": 2, "outputs": 3, "pooled": 2, "norm": "batch"}),
 }
 
 
@@ -100,7 +99,8 @@ def test_a_small_model_is_the_masked_large_one(case):
 
 @pytest.mark.usefixtures("float64")
 def test_second_derivatives_are_those_of_the_gradient():
-    check_second_derivatives(ResNet(**TINY), jr.normal(jr.key(3), (2, 4, 4, 1)))
+    small = ResNet(channels=(2,), blocks=(1,), outputs=3)
+    check_second_derivatives(small, jr.normal(jr.key(3), (2, 4, 4, 1)))
 
 
 @pytest.mark.parametrize("norm", ["group", "batch"])

@@ -28,7 +28,8 @@ class Equilibrium(NamedTuple):
     """Where the lower level has come to rest, at the nodes, and how its iteration got there.
 
     Attributes:
-        x, y, w: upper variable, debiased lower variable `z/w`, push-sum weight of every node.
+        x, y, w: upper variable, debiased lower variable `z/w`, push-sum weight of every node (over random
+            links its mean).
         receive: `(n,)` at every node: `p̄_ij/δ̄_{j→i}`, its weights for what it receives.
         links: the network.
         lr: α.

@@ -132,7 +132,8 @@ class PDBO(Algorithm[PersonalState]):
         if (self.alpha is None) != (self.beta is None):
             raise ValueError(f"alpha is {self.alpha} and beta {self.beta}; give both, or None for both (HGP)")
         PushSum(self.links, self.when)
-        if self.local and getattr(self._adjoint(), "outer", None) != "local":
+        adjoint = self._adjoint()
+        if self.local and getattr(adjoint, "outer", None) != "local":
             raise ValueError(
                 "with local=True nodes solve their own lower level, which asks nobody: "
                 'the adjoint must have outer="local"'
@@ -199,7 +200,8 @@ class PDBO(Algorithm[PersonalState]):
 
     def _reached(self, fed: Federation, state: PersonalState) -> Equilibrium:
         everyone = fed.everyone
-        x, y, w = everyone.take(state.upper.x), everyone.take(state.lower.y), everyone.take(state.lower.w)
+        x, y = everyone.take(state.upper.x), everyone.take(state.lower.y)
+        w = everyone.take(state.lower.statistics)["w"]  # one w may be so small that the recursion explodes
         lr = (
             rates_of_steps(self.lower_lr, self.lower_steps)[0] if self.adjoint_lr is None else self.adjoint_lr
         )

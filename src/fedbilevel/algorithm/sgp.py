@@ -31,7 +31,11 @@ class Pushed(NamedTuple):
 
 
 class Lower(NamedTuple):
-    """What nodes keep of the lower level: `y = z/w`, w, and sums of what they sent and heard."""
+    """What nodes keep of the lower level: `y = z/w`, w, and what they have noted of the network.
+
+    That is sums of what they sent and heard, in how many exchanges, and the mean w of the last run's second
+    half: over random links the w of a single exchange may be far from its mean, and be close to zero.
+    """
 
     y: Kept
     w: Kept
@@ -75,13 +79,17 @@ class PushSum(eqx.Module):
         arrived = everyone.run(Arrived(self.when), mixed, out[1], key=key)
         return arrived[0], arrived[1]
 
-    def step(self, fed: Federation, x: At, now: Pushed, lr: Any, time: Any, key: jax.Array) -> Pushed:
-        """An exchange, of which nodes note what they sent and whom they heard."""
+    def step(
+        self, fed: Federation, x: At, now: Pushed, lr: Any, time: Any, key: jax.Array, before: Any = 0
+    ) -> Pushed:
+        """An exchange, of which nodes note what they sent, whom they heard, and w, in a mean that has so many
+        values `before`.
+        """
         z, w = self.exchange(fed, x, now.z, now.w, lr, time, key)
         if self.links is None:
             return Pushed(z, w, now.statistics)
         seen = fed.everyone.witnessed(self.links, key=step_keys(key)[1], time=time)
-        return Pushed(z, w, fed.everyone.run(Noted(), now.statistics, seen, key=key))
+        return Pushed(z, w, fed.everyone.run(Noted(before), now.statistics, seen, w, key=key))
 
     def run(self, fed: Federation, x: At, start: Lower, rates: Any, key: jax.Array, first: Any = 0) -> Lower:
         """As many steps as there are `rates`, from what the nodes keep; the time of the first one is
@@ -92,7 +100,8 @@ class PushSum(eqx.Module):
         weighted = everyone.run(Weighted(), y, w, key=key)
 
         def body(index: Any, now: Pushed) -> Pushed:
-            return self.step(fed, x, now, rates[index], first + index, jr.fold_in(key, index))
+            late = jnp.maximum(index - rates.shape[0] // 2, 0)
+            return self.step(fed, x, now, rates[index], first + index, jr.fold_in(key, index), late)
 
         z, w, statistics = fed.loop(rates.shape[0], body, Pushed(weighted[0], weighted[1], statistics))
         y = everyone.run(Debiased(), z, w, key=key)
@@ -157,8 +166,9 @@ class SGP(Algorithm[Nodes]):
 def first_lower(fed: Federation) -> Lower:
     """Every node at y0 with weight one, having seen nothing."""
     zeros = jnp.zeros((fed.n, fed.n))
-    nothing = {"sent": zeros, "heard": zeros, "exchanges": jnp.zeros(fed.n)}
-    return Lower(fed.keep(copies(fed.problem.y0, fed.n)), fed.keep(jnp.ones(fed.n)), fed.keep(nothing))
+    ones = jnp.ones(fed.n)
+    nothing = {"sent": zeros, "heard": zeros, "exchanges": jnp.zeros(fed.n), "w": ones}
+    return Lower(fed.keep(copies(fed.problem.y0, fed.n)), fed.keep(ones), fed.keep(nothing))
 
 
 def rates_of_steps(lr: Any, steps: int) -> jax.Array:

@@ -21,6 +21,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "∇g": ("calls_g_y",),
     "Jv": ("calls_g_xy",),
     "Hv": ("calls_g_yy",),
+    "samples": ("samples",),
 }
 """What is counted, and the columns of a history that add up to it; all but rounds a client's, on average."""
 

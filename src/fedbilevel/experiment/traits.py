@@ -15,13 +15,19 @@ import jax.numpy as jnp
 import jax.random as jr
 
 from fedbilevel.algorithm.base import Algorithm
+from fedbilevel.data.clients import Clients
 from fedbilevel.engine.simulator import SimulatedCohort, SimulatedFederation
 from fedbilevel.experiment.registry import Factory, parameters
 from fedbilevel.fed.codec import Codec
 from fedbilevel.fed.cohort import Cohort
 from fedbilevel.fed.ledger import ORACLES, metering
+from fedbilevel.fed.links import Complete
 from fedbilevel.fed.place import At, map_kept
+from fedbilevel.local.decode import GradientDecoder
+from fedbilevel.local.optimizer import SGD
 from fedbilevel.problem.base import Problem, single_level
+from fedbilevel.problem.model import Linear
+from fedbilevel.problem.personal import Mixture
 from fedbilevel.problem.quadratic import Quadratic, Saddle
 from fedbilevel.tree import PyTree
 
@@ -71,19 +77,31 @@ def traits(factory: Factory) -> Traits:
 
 
 def _example(factory: Factory) -> Algorithm[Any]:
-    """A method with 0.1 for every setting that has no default."""
+    """A method with something simple for every setting that has no default: 0.1 for a number."""
     needed = [name for name, p in parameters(factory).items() if p.default is inspect.Parameter.empty]
     extra = {"smoothness": 4.0} if "smoothness" in parameters(factory) else {}
-    return factory(**dict.fromkeys(needed, 0.1), **extra)
+    return factory(**{name: _SIMPLE.get(name, 0.1) for name in needed}, **extra)
+
+
+_SIMPLE: dict[str, Any] = {
+    "links": Complete(),
+    "upper": SGD(0.1),
+    "learn": SGD(0.1),
+    "decoder": GradientDecoder(0.1, 2, 2),
+    **dict.fromkeys(("lower_steps", "terms", "rows", "columns", "k"), 2),
+}
 
 
 def _small_problems() -> list[tuple[Problem, Any]]:
     quadratic, saddle = Quadratic.random(jr.key(0), 2, 2, 2), Saddle.random(jr.key(0), 2, 2)
     alone = single_level(_square, jnp.ones(2))
+    mixture = Mixture(Linear(2), inputs=(2,), classes=2)
+    labelled = {"inputs": jnp.ones((2, 1, 2)), "labels": jnp.zeros((2, 1), int)}
     return [
         (quadratic.problem(), quadratic.clients()),
         (saddle.problem(), saddle.clients()),
         (alone, quadratic.clients()),
+        (mixture, Clients(labelled)),
     ]
 
 
@@ -150,7 +168,7 @@ def _sections(text: str) -> tuple[str, dict[str, str]]:
     inside = list(itertools.takewhile(lambda line: not line.strip() or line[0] == " ", rest.splitlines()))
     after = "\n".join(rest.splitlines()[len(inside) :])
     depth = len(inside[0]) - len(inside[0].lstrip()) if inside else 0
-    entry = rf"^ {{{depth}}}(\w[\w, ]*): ?(.*(?:\n {{{depth + 1},}}.*)*)"
+    entry = rf"^ {{{depth}}}(\w[\w, *]*): ?(.*(?:\n {{{depth + 1},}}.*)*)"
     entries = re.findall(entry, "\n".join(inside), re.MULTILINE)
-    fields = {name.strip(): " ".join(said.split()) for names, said in entries for name in names.split(",")}
+    fields = {name.strip(" *"): " ".join(said.split()) for names, said in entries for name in names.split(",")}
     return f"{before.rstrip()}\n\n{after.strip()}".strip(), fields

@@ -95,6 +95,41 @@ class TopK(Codec):
         return jax.tree.unflatten(self.structure, leaves)
 
 
+class Partial(Codec):
+    """The value itself, of which every client holds a part of its own; billed by the bytes of that part.
+
+    Both ends know which part it is (or `bytes` has what tells it), so nothing else would travel. Rows of one
+    shape are what engines compute with: the rest of a row must be zero, and is not billed.
+
+    Attributes:
+        bytes: of the part of every client of the federation, by its id.
+    """
+
+    bytes: tuple[int, ...] = eqx.field(static=True)
+
+    def encode(self, value: PyTree) -> PyTree:
+        return value
+
+    def decode(self, message: PyTree) -> PyTree:
+        return message
+
+
+def messages(codec: Codec | None, whole: int, ids: Any, who: Any) -> list[tuple[int, Any]]:
+    """The sizes of a cohort's messages in bytes, and how many there are of each.
+
+    Args:
+        codec: how they are written.
+        whole: bytes of a message, unless the codec says that clients have parts.
+        ids: `(size,)` ids of the cohort.
+        who: `(size,)` bool, who has one.
+    """
+    if not isinstance(codec, Partial):
+        return [(whole, jnp.sum(who).astype(jnp.int32))]
+    sizes = sorted(set(codec.bytes))
+    kinds = jnp.asarray([sizes.index(own) for own in codec.bytes], jnp.int32)[ids]
+    return [(own, jnp.sum(who & (kinds == kind)).astype(jnp.int32)) for kind, own in enumerate(sizes)]
+
+
 class Feedback(Program):
     """A message for `value + memory`, and what it leaves out, to be remembered for the next one.
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbilevel.fed.codec import Codec, Encode, Feedback
+from fedbilevel.fed.codec import Codec, Encode, Feedback, messages
 from fedbilevel.fed.ledger import ROUND, Entry, count
 from fedbilevel.fed.network import Links, edges
 from fedbilevel.fed.place import At, Kept, PlacementError, Published
@@ -42,10 +42,13 @@ class Cohort(abc.ABC):
 
     # ------------------------------------------------------------------ down
 
-    def send(self, tree: PyTree, label: str) -> At:
-        """The same value to every client. Books a message down each."""
+    def send(self, tree: PyTree, label: str, *, codec: Codec | None = None) -> At:
+        """The same value to every client, or of a `Partial` value its own part. Books a message down each."""
         _check_server_value(tree, "send")
-        count(Entry("down", label, nbytes(tree)), self.reached)
+        if codec is None:
+            count(Entry("down", label, nbytes(tree)), self.reached)
+        else:
+            self._book("down", label, nbytes(tree), codec, jnp.ones(self.size, bool))
         return self._own(self._send(tree), stacked=False)
 
     def read(self, published: Published) -> tuple[At, Published]:
@@ -138,9 +141,13 @@ class Cohort(abc.ABC):
         if codec is not None:
             value = self._run(Encode(codec), (value,), jax.random.key(0), fails=False)
         rows, answered = self._gather(value)
-        count(Entry("up", label, _row_bytes(rows)), jnp.sum(answered).astype(jnp.int32))
+        self._book("up", label, _row_bytes(rows), codec, answered)
         count(ROUND)
         return (rows if codec is None else jax.vmap(codec.decode)(rows)), answered
+
+    def _book(self, direction: str, label: str, whole: int, codec: Codec | None, who: Any) -> None:
+        for size, times in messages(codec, whole, self.ids, who):
+            count(Entry(direction, label, size), times)
 
     # -------------------------------------------------------------- sideways
 

@@ -72,7 +72,8 @@ class Network(Links):
     def draw(self, key: Key[Array, ""], time: Any = 0) -> Float[Array, "clients clients"]:
         """The weights of one exchange."""
         now = jnp.asarray(time) % self.base.shape[0]
-        base, probability = self.base[now], self.probability[now]
+        # In another process the numbers arrive as numpy's, which a traced time cannot index.
+        base, probability = (jnp.asarray(numbers)[now] for numbers in (self.base, self.probability))
         chance = jax.random.uniform(key, base.shape, base.dtype)
         upper = jnp.triu(chance, 1)
         present = jnp.where(self.undirected, upper + upper.T, chance) < probability

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import difflib
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -19,7 +19,7 @@ from fedbilevel.problem.base import Problem
 from fedbilevel.problem.oracle import Client
 from fedbilevel.tree import PyTree, scale
 
-Start: TypeAlias = Literal["cold", "warm", "offset"]
+STARTS = ("cold", "warm", "offset")
 """Where a decoder begins: always at the same point ("cold"); where the client's last call ended ("warm"); or
 at the same point, with only the difference from there decoded ("offset")."""
 
@@ -92,7 +92,7 @@ class GradientDecoder(Decoder):
     lower_steps: Amount = eqx.field(static=True, converter=amount)
     terms: int = eqx.field(static=True)
     adjoint_lr: Any = None
-    start: Literal["cold", "warm"] = eqx.field(static=True, default="warm")
+    start: str = eqx.field(static=True, default="warm")
 
     def __check_init__(self) -> None:
         check_amounts(self, "lower_steps")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from fedbilevel.local.sketch import Operator
 
-Method: TypeAlias = Literal["ista", "fista"]
+METHODS = ("ista", "fista")
 """Proximal gradients, plain or accelerated."""
 
 
@@ -27,7 +27,7 @@ def lasso(
     penalty: Any,
     lr: Any,
     steps: Any,
-    method: Method = "ista",
+    method: str = "ista",
 ) -> Float[Array, " d"]:
     """So many steps `θ ← soft_{γβ}(θ + γSᵀ(ω − Sθ))`, two products each.
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from fedbilevel.adjoint.backward import When as When
 from fedbilevel.fed.program import Program
 from fedbilevel.problem.oracle import Client
-from fedbilevel.tree import PyTree, add, scale, step, sub
+from fedbilevel.tree import PyTree, scale, step, sub
 
 
 class Outgoing(Program):
@@ -66,13 +66,20 @@ class Debiased(Program):
 
 
 class Noted(Program):
-    """`(statistics, witnessed) ↦ statistics`: sums of what a node sent and heard, and of how many
-    exchanges.
+    """`(statistics, witnessed, w) ↦ statistics`: sums of what a node sent and heard, and of how many
+    exchanges; and a running mean of w, which random links shake.
+
+    Args:
+        before: of how many values the mean is so far; 0: it starts anew.
     """
 
+    before: Any
+
     def __call__(self, me: Client, *values: Any) -> PyTree:
-        so_far, now = values
-        return add(so_far, {**now, "exchanges": jnp.ones_like(so_far["exchanges"])})
+        so_far, now, w = values
+        mean = so_far["w"] + (w - so_far["w"]) / jnp.asarray(self.before + 1, w.dtype)
+        sums = {name: so_far[name] + now[name] for name in ("sent", "heard")}
+        return {**sums, "exchanges": so_far["exchanges"] + 1, "w": mean}
 
 
 class ReceivingWeights(Program):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -11,21 +11,21 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from fedbilevel.local.count_sketch import SparseJL
-from fedbilevel.local.decode import Decoder, Start, check_choice, check_positive
-from fedbilevel.local.lasso import Method, active_set, lasso, lasso_adjoint, least_squares
+from fedbilevel.local.decode import STARTS, Decoder, check_choice, check_positive
+from fedbilevel.local.lasso import METHODS, active_set, lasso, lasso_adjoint, least_squares
 from fedbilevel.local.sketch import SRHT, Gaussian, Operator, Sketch
 from fedbilevel.local.work import check_count
 from fedbilevel.problem.base import Problem
 from fedbilevel.problem.oracle import Client
 from fedbilevel.tree import PyTree
 
-Kind: TypeAlias = Literal["gaussian", "srht", "sparse"]
+KINDS = ("gaussian", "srht", "sparse")
 """A dense matrix, a subsampled Hadamard transform, or a sparse matrix."""
 
 
-def sketch_of(kind: Kind, size: int, seed: int, memory: int) -> Sketch:
+def sketch_of(kind: str, size: int, seed: int, memory: int) -> Sketch:
     """A sketch by name."""
-    check_choice("sketch", kind, get_args(Kind))
+    check_choice("sketch", kind, KINDS)
     if kind == "gaussian":
         return Gaussian(size, seed, memory)
     return SRHT(size, seed) if kind == "srht" else SparseJL(size, seed, min(4, size))
@@ -61,7 +61,7 @@ class Sketched(Decoder):
 
     @property
     @abc.abstractmethod
-    def start(self) -> Start:
+    def start(self) -> str:
         """Where the decoder begins."""
 
     @property
@@ -82,7 +82,7 @@ class Sketched(Decoder):
         """Raise an error that explains if the settings do not fit a sketch with this `‖S‖²`."""
 
     def __check_init__(self) -> None:
-        check_choice("start", self.start, get_args(Start))
+        check_choice("start", self.start, STARTS)
         self.kind()  # which checks its own settings
         if self.own_sketches and self.start != "offset":
             raise ValueError(
@@ -166,19 +166,19 @@ class SketchLasso(Sketched):
     penalty: Any
     lower_lr: Any = None
     lower_steps: int = eqx.field(static=True, default=10)
-    sketch: Kind = eqx.field(static=True, default="gaussian")
-    method: Method = eqx.field(static=True, default="ista")
-    start: Start = eqx.field(static=True, default="offset")
+    sketch: str = eqx.field(static=True, default="gaussian")
+    method: str = eqx.field(static=True, default="ista")
+    start: str = eqx.field(static=True, default="offset")
     seed: int = eqx.field(static=True, default=0)
     own_sketches: bool = eqx.field(static=True, default=False)
     memory_limit: int = eqx.field(static=True, default=2**30)
     cg_iterations: int = eqx.field(static=True, default=50)
-    when_flat: Literal["linear", "zero"] = eqx.field(static=True, default="linear")
+    when_flat: str = eqx.field(static=True, default="linear")
 
     def __check_init__(self) -> None:
         check_count("lower_steps", self.lower_steps)
         check_count("cg_iterations", self.cg_iterations)
-        check_choice("method", self.method, get_args(Method))
+        check_choice("method", self.method, METHODS)
         check_choice("when_flat", self.when_flat, ("linear", "zero"))
         check_positive("lower_lr", self.lower_lr)
         if isinstance(self.penalty, int | float) and not self.penalty >= 0:
@@ -237,8 +237,8 @@ class LinearSketch(Sketched):
     """
 
     size: int = eqx.field(static=True)
-    sketch: Kind = eqx.field(static=True, default="gaussian")
-    start: Start = eqx.field(static=True, default="offset")
+    sketch: str = eqx.field(static=True, default="gaussian")
+    start: str = eqx.field(static=True, default="offset")
     seed: int = eqx.field(static=True, default=0)
     own_sketches: bool = eqx.field(static=True, default=False)
     memory_limit: int = eqx.field(static=True, default=2**30)

@@ -8,9 +8,8 @@ import jax.random as jr
 
 from fedbilevel.problem.base import ProblemError
 from fedbilevel.problem.convolution import check_count, image_shape
-from fedbilevel.problem.image import pool
 from fedbilevel.problem.model import Dense, Shape
-from fedbilevel.problem.scaled import ScaledConvolution, check_norm
+from fedbilevel.problem.scaled import ScaledConvolution, check_norm, halve
 from fedbilevel.problem.submodel import Sliceable, held
 from fedbilevel.tree import PyTree
 
@@ -86,7 +85,7 @@ class FourLayerCNN(Sliceable):
     def __call__(self, parameters: PyTree, inputs: jax.Array) -> jax.Array:
         for place, (layer, own) in enumerate(zip(self._layers(), parameters["layers"], strict=True)):
             z = layer(own, inputs)
-            inputs = jax.nn.relu(pool(z) if place < self.pooled else z)
+            inputs = jax.nn.relu(halve(z) if place < self.pooled else z)
         return Dense(self.outputs)(parameters["head"], inputs)
 
     def axes(self) -> PyTree:

@@ -140,10 +140,9 @@ def MobileNetV2(
     K. He, Group normalization, ECCV 2018.
 
     Example:
-        >>> import jax.random as jr
         >>> small = MobileNetV2(width=0.25, stages=((1, 16, 1, 1), (6, 24, 2, 2)), features=64)
-        >>> parameters, shape = small.init(jr.key(0), (32, 32, 3))
-        >>> small(parameters, jnp.ones((2, 32, 32, 3))).shape, shape
+        >>> parameters, shape = small.init(jax.random.key(0), (32, 32, 3))
+        >>> jax.jit(small)(parameters, jnp.ones((2, 32, 32, 3))).shape, shape
         ((2, 10), (10,))
     """
     _check(width, stages, features, groups)

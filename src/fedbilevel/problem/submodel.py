@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import jax.random as jr
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
@@ -27,6 +28,9 @@ from fedbilevel.tree import PyTree
 
 Keep: TypeAlias = Sequence[Any]
 """For every name a vector with one number for each of its kernels: 1 if it is held, 0 if not."""
+
+LEVELS = (1.0, 0.5, 0.25, 0.125, 0.0625)
+"""The width ratios that clients have in the papers' experiments."""
 
 WHOLE = "."
 """The name of an axis that every sub-model holds whole: pixels of a kernel, colours of an image, classes."""
@@ -183,6 +187,46 @@ def held(size: int, ratio: float) -> int:
         raise ValueError(f"a width ratio is {ratio!r}; it must be above 0 and at most 1")
     # Rounded first: 0.07 of 100 kernels are 7, though the product is a little more.
     return max(1, math.ceil(round(ratio * size, 6)))
+
+
+Ratios: TypeAlias = float | tuple[float, ...] | str
+"""Width ratios of clients: one for all, one for each, or "random": each is drawn from `LEVELS`."""
+
+
+def own_ratio(ratios: Ratios, id: Any, seed: int) -> tuple[tuple[float, ...], Any]:
+    """The width ratio of a client: a table of ratios, and its place in the table, perhaps traced."""
+    if isinstance(ratios, str):
+        return LEVELS, jr.randint(jr.fold_in(jr.key(seed), id), (), 0, len(LEVELS))
+    return (ratios, id) if isinstance(ratios, tuple) else ((float(ratios),), 0)
+
+
+def widths(ratios: Ratios, clients: int, seed: int = 0) -> tuple[float, ...]:
+    """One width ratio for each client.
+
+    Args:
+        ratios: one for all clients, one for each of them, or "random".
+        clients: how many there are.
+        seed: draws them.
+
+    Example:
+        >>> widths(0.5, 2), widths((1.0, 0.25), 2)
+        ((0.5, 0.5), (1.0, 0.25))
+    """
+    if isinstance(ratios, tuple) and len(ratios) != clients:
+        raise ValueError(f"ratios has {len(ratios)} numbers, but there are {clients} clients: one for each")
+    with jax.ensure_compile_time_eval():  # a setting, known before anything runs
+        pairs = [own_ratio(ratios, id, seed) for id in range(clients)]
+        return tuple(float(table[int(place)]) for table, place in pairs)
+
+
+def ratios_setting(value: Any) -> Any:
+    """Width ratios as a setting: checked, and a list as a tuple."""
+    if isinstance(value, str) and value != "random":
+        raise ValueError(f'ratios is {value!r}; it must be numbers of at most 1, or "random"')
+    own = tuple(map(float, value)) if isinstance(value, list | tuple) else value
+    for ratio in own if isinstance(own, tuple) else () if isinstance(own, str) else (own,):
+        held(1, ratio)
+    return own
 
 
 def best(scores: Float[Array, " kernels"], count: Any) -> Bool[Array, " kernels"]:

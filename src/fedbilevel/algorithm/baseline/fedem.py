@@ -100,7 +100,7 @@ def mixture_loss(problem: Problem) -> Any:
     if not isinstance(loss, CrossEntropy) or not isinstance(loss.classifier, MixtureOfModels):
         raise ValueError(
             "FedEM trains a mixture of models, and the lower objective of this problem is none. Build the "
-            "problem with `fedbilevel.problem.personal.Mixture(...)`, or use another method."
+            "problem with `fedbilevel.Mixture(...)`, or use another method."
         )
     return loss
 
@@ -141,7 +141,7 @@ class FedEM(Algorithm[Mixed]):
     `K d` scalars each way, d those of one model; without, a message of `K d` scalars over every link.
 
     Reference: O. Marfoq, G. Neglia, A. Bellet, L. Kameni, R. Vidal, Federated multi-task learning under a
-    mixture of distributions, NeurIPS 2021, algorithms 1 and 4.
+    mixture of distributions, NeurIPS 2021 (FedEM and D-FedEM).
     """
 
     lower_lr: Rate = eqx.field(converter=rate)

@@ -1,0 +1,201 @@
+"""Model-heterogeneous federated learning: every client trains the part of the model that it can hold."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+
+from fedbilevel.algorithm.base import Algorithm, Info, check_lengths, decides
+from fedbilevel.algorithm.baseline.coordinate_rule import LargestForward, PruneAndGrow, Sensitive
+from fedbilevel.algorithm.baseline.mask_rule import Leading, MaskRule, Parts, Random, Rolling, Train
+from fedbilevel.fed.codec import Partial
+from fedbilevel.fed.federation import Federation
+from fedbilevel.fed.place import Kept
+from fedbilevel.local.optimizer import Optimizer, optimizer
+from fedbilevel.local.work import Amount, amount, check_amounts, check_count
+from fedbilevel.problem.submodel import Kernels, Ratios, kernels_in, ratios_setting, widths
+from fedbilevel.tree import PyTree
+
+
+class WholeModel(NamedTuple):
+    """Both variables, the whole model y among them; what clients keep; and how many rounds were made."""
+
+    x: PyTree
+    y: PyTree
+    memory: Kept | None
+    time: jax.Array
+
+
+class Heterogeneous(Algorithm[WholeModel]):
+    """Clients train parts of the model y on `f_i(x0, ·)`; every number is averaged over those that held it.
+
+        θ_i = I steps of the optimiser on f_i from m_i ⊙ y      y ← y + Σ m_i ⊙ (θ_i − y) / Σ m_i
+
+    where m_i is client i's mask of zeros and ones (numbers that nobody held stay), weighted if clients are.
+    The rule that chooses the masks is all that differs between the methods: `HeteroFL`, `FederatedDropout`,
+    `FedRolex`, `Homogeneous`, `ZeroFL`, `FedDST` and `Flash` are this with a rule. At the same width ratio ρ
+    all hold the same number of parameters. With ρ = 1 for all it is FedAvg.
+
+    Args:
+        learn: the optimiser of the local steps, such as `fedbilevel.Adam(1e-4)`; it starts anew in a round.
+        rule: which part a client holds.
+        ratios: ρ, the share of the kernels of every layer that a client holds: one number, a tuple with one
+            for each client, or "random": each client's is drawn once from 1, 1/2, 1/4, 1/8, 1/16.
+        ratio_seed: draws them.
+        learn_steps: I; a number, or a tuple with one for each client.
+        average: "holders", as above, or "all": the sum is divided by the number of all clients of the cohort.
+        cohort: clients in a round; None: all.
+        kernels: of the parameters y0; None: found in the problem's upper objective, if its model is one that
+            can be sliced, such as `ResNet18` or `FourLayerCNN`.
+
+    Cost a round and client: one exchange, I calls of f_y; x and the client's part of y down, that part up:
+    `kernels.cost(ρ)["bytes"]`, about ρ² of the whole. Where single weights are held (see the rules), one bit
+    for each weight of the model says which they are.
+    """
+
+    learn: Optimizer = eqx.field(converter=optimizer)
+    rule: MaskRule
+    ratios: Ratios = eqx.field(static=True, converter=ratios_setting, default="random")
+    ratio_seed: int = eqx.field(static=True, default=0)
+    learn_steps: Amount = eqx.field(static=True, converter=amount, default=5)
+    average: Literal["holders", "all"] = eqx.field(static=True, default="holders")
+    cohort: int | None = eqx.field(static=True, default=None)
+    kernels: Kernels | None = eqx.field(static=True, default=None)
+
+    def __check_init__(self) -> None:
+        check_amounts(self, "learn_steps")
+        if self.average not in ("holders", "all"):
+            raise ValueError(f'average is {self.average!r}; it must be "holders" or "all"')
+
+    def _train(self, fed: Federation, time: Any) -> Train:
+        kernels = kernels_in(fed.problem) if self.kernels is None else self.kernels
+        parts = Parts(kernels, widths(self.ratios, fed.n, self.ratio_seed))
+        return Train(self.rule, parts, self.learn, self.learn_steps, time)
+
+    def init(self, fed: Federation, key: jax.Array) -> WholeModel:
+        check_lengths(self, fed.n)
+        work = self._train(fed, 0)
+        y, memory = self.rule.first(fed, work.parts, work, key)
+        return WholeModel(fed.problem.constraint(fed.problem.x0), y, memory, jnp.zeros((), jnp.int32))
+
+    def step(self, fed: Federation, state: WholeModel, key: jax.Array) -> tuple[WholeModel, Info]:
+        k_cohort, k_train = jr.split(key)
+        cohort, work = fed.cohort(k_cohort, self.cohort), self._train(fed, state.time)
+        down, up = Partial(self.rule.down(work.parts)), Partial(self.rule.up(work.parts))
+        memory = cohort.agreed(()) if state.memory is None else cohort.take(state.memory)
+        there = cohort.send(state.x, "x"), cohort.send(state.y, "y", codec=down), memory
+        out = cohort.run(work, *there, key=k_train)
+        y = self._averaged(state.y, cohort.mean(out[0], "y", codec=up))
+        kept = None if state.memory is None else cohort.put(state.memory, out[1])
+        return WholeModel(state.x, y, kept, state.time + 1), {}
+
+    def _averaged(self, y: PyTree, mean: PyTree) -> PyTree:
+        def new(y: jax.Array, theta: jax.Array, held: jax.Array) -> jax.Array:
+            share = jnp.where(held > 0, held, 1) if self.average == "holders" else 1
+            return y + (theta - held * y) / share
+
+        return jax.tree.map(new, y, mean["y"], mean["held"])
+
+    def solution(self, state: WholeModel) -> tuple[PyTree, PyTree]:
+        return state.x, state.y
+
+
+@decides("rule")
+def HeteroFL(learn: Any, **options: Any) -> Heterogeneous:
+    """Every client holds the first ρ of the kernels of every layer, always: see `Heterogeneous`.
+
+    Small models are parts of large ones, so the first kernels are trained by all and the last by the largest
+    clients only.
+
+    Reference: E. Diao, J. Ding, V. Tarokh, HeteroFL: computation and communication efficient federated
+    learning for heterogeneous clients, ICLR 2021.
+    """
+    return Heterogeneous(learn, Leading(), **options)
+
+
+@decides("rule")
+def FederatedDropout(learn: Any, **options: Any) -> Heterogeneous:
+    """Every client draws ρ of the kernels of every layer, anew in every round: see `Heterogeneous`.
+
+    Reference: S. Caldas et al., Expanding the reach of federated learning by reducing client resource
+    requirements, arXiv:1812.07210, 2018 (one ratio for all clients there, and a lossy codec, left out here).
+    """
+    return Heterogeneous(learn, Random(), **options)
+
+
+@decides("rule")
+def FedRolex(learn: Any, **options: Any) -> Heterogeneous:
+    """Every client holds a window of ρ of the kernels, which moves on by one a round: see `Heterogeneous`.
+
+    In as many rounds as a layer has kernels, each is held equally often by every client.
+
+    Reference: S. Alam, L. Liu, M. Yan, M. Zhang, FedRolex: model-heterogeneous federated learning with
+    rolling sub-model extraction, NeurIPS 2022.
+    """
+    return Heterogeneous(learn, Rolling(), **options)
+
+
+@decides("rule", "ratios")
+def Homogeneous(learn: Any, ratio: float = 1.0, **options: Any) -> Heterogeneous:
+    """FedAvg on a model of one width for all: 1 is the largest, 1/16 the smallest; the rest of y is zero."""
+    return Heterogeneous(learn, Leading(), ratio, **options)
+
+
+@decides("rule")
+def ZeroFL(learn: Any, **options: Any) -> Heterogeneous:
+    """The loss sees the largest weights of every layer only, all are trained, the largest are sent.
+
+    Simplified: backward passes use dense activations (the paper's are sparse, which saves arithmetic, not
+    traffic); what is sent are the largest weights ("top-K weights"); the whole model comes down, which a
+    client needs to train all weights.
+
+    Reference: X. Qiu et al., ZeroFL: efficient on-device training for federated learning with local sparsity,
+    ICLR 2022.
+    """
+    return Heterogeneous(learn, LargestForward(), **options)
+
+
+@decides("rule")
+def FedDST(
+    learn: Any, regrown: float = 0.1, until: int = 1000, every: int = 10, **options: Any
+) -> Heterogeneous:
+    """Own sparse masks, of which the smallest weights are exchanged for those of the largest slope.
+
+    Simplified: masks start random with the same density as a narrow model, not by the Erdős–Rényi kernel
+    rule; they are exchanged before a client's steps, not between them, by the slope of one minibatch (one
+    call of f_y more, in every round); every client keeps its own mask, there is none of the server.
+
+    Args:
+        learn, **options: as for `Heterogeneous`.
+        regrown: the share of the held weights that is exchanged at first; it falls to 0 as half a cosine.
+        until: the round from which on masks stay.
+        every: rounds between two exchanges.
+
+    Reference: S. Bibikar, H. Vikalo, Z. Wang, X. Chen, Federated dynamic sparse training: computing less,
+    communicating less, yet learning better, AAAI 2022.
+    """
+    check_count("until", until)
+    check_count("every", every)
+    return Heterogeneous(learn, PruneAndGrow(regrown, until, every), **options)
+
+
+@decides("rule")
+def Flash(learn: Any, warm_steps: int = 10, **options: Any) -> Heterogeneous:
+    """Fixed sparse masks, whose density in every layer is what clients found it to need in a warm-up.
+
+    All clients train the whole model for some steps before the first round, and report how the largest of
+    its weights divide among the layers; the server averages models and shares, and holds the largest weights
+    of every layer in those shares. The warm-up costs a whole model each way.
+
+    Simplified: the warm-up trains densely (the paper's clients already search a sparse model); the masks stay
+    (its variant with masks that are fixed after the first stage).
+
+    Reference: S. Babakniya et al., Revisiting sparsity hunting in federated learning: why does sparsity
+    consensus matter?, TMLR 2023.
+    """
+    check_count("warm_steps", warm_steps)
+    return Heterogeneous(learn, Sensitive(warm_steps), **options)

@@ -1,0 +1,158 @@
+"""Which part of a model a client holds in a round: the rules of HeteroFL, Federated Dropout and FedRolex."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+
+from fedbilevel.fed.federation import Federation
+from fedbilevel.fed.loop import repeat
+from fedbilevel.fed.place import Kept
+from fedbilevel.fed.program import Program
+from fedbilevel.local.optimizer import Optimizer
+from fedbilevel.local.work import Amount, of_client
+from fedbilevel.problem.oracle import Client
+from fedbilevel.problem.submodel import Kernels, best
+from fedbilevel.tree import PyTree
+
+
+def times(a: PyTree, b: PyTree) -> PyTree:
+    """`a ⊙ b`."""
+    return jax.tree.map(jnp.multiply, a, b)
+
+
+class Parts(eqx.Module):
+    """How much every client can hold.
+
+    Attributes:
+        kernels: of the model.
+        ratios: the width ratio of every client.
+    """
+
+    kernels: Kernels = eqx.field(static=True)
+    ratios: tuple[float, ...] = eqx.field(static=True)
+
+    def counts(self, id: Any) -> jax.Array:
+        """How many kernels of each name a client holds."""
+        return jnp.asarray([self.kernels.counts(ratio) for ratio in self.ratios], jnp.int32)[id]
+
+    def bytes(self) -> tuple[int, ...]:
+        """Of the sub-model of every client."""
+        return tuple(int(self.kernels.cost(ratio)["bytes"]) for ratio in self.ratios)
+
+
+class Share(NamedTuple):
+    """What a rule has to go by: how much a client can hold, what it kept, and the number of the round."""
+
+    parts: Parts
+    memory: PyTree
+    time: Any
+
+
+class MaskRule(eqx.Module):
+    """Which numbers of a model y a client trains, and which it sends."""
+
+    def first(self, fed: Federation, parts: Parts, work: Train, key: jax.Array) -> tuple[PyTree, Kept | None]:
+        """The server's first y, and what clients keep between rounds."""
+        return fed.problem.y0, None
+
+    @abc.abstractmethod
+    def mask(self, me: Client, x: PyTree, y: PyTree, share: Share) -> PyTree:
+        """Like y: 1 where a number is held and trained, 0 elsewhere."""
+
+    def seen(self, me: Client, y: PyTree, share: Share) -> PyTree:
+        """What the loss is evaluated at while y is trained."""
+        return y
+
+    def sent(self, me: Client, y: PyTree, mask: PyTree, share: Share) -> PyTree:
+        """Like y: 1 where a number is sent after the training."""
+        return mask
+
+    def kept(self, mask: PyTree, share: Share) -> PyTree:
+        """What the client keeps for its next round."""
+        return share.memory
+
+    def down(self, parts: Parts) -> tuple[int, ...]:
+        """Bytes that every client downloads."""
+        return parts.bytes()
+
+    def up(self, parts: Parts) -> tuple[int, ...]:
+        """Bytes that every client uploads."""
+        return parts.bytes()
+
+
+class Train(Program):
+    """`(x, y, memory) ↦ ({"y": θ, "held": mask}, memory)`: a client trains its part of y on `f_i(x, ·)`.
+
+    θ starts at `mask ⊙ y` and makes so many steps of an optimiser, each on a fresh minibatch; outside of what
+    is sent it is zero.
+    """
+
+    rule: MaskRule
+    parts: Parts
+    learn: Optimizer
+    steps: Amount = eqx.field(static=True)
+    time: Any
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        x, y, memory = values
+        share = Share(self.parts, memory, self.time)
+        mask = self.rule.mask(me.rekeyed(0), x, y, share)
+        theta = self._trained(me.rekeyed(1), x, times(mask, y), mask, share)
+        sent = self.rule.sent(me, theta, mask, share)
+        return {"y": times(sent, theta), "held": sent}, self.rule.kept(mask, share)
+
+    def _trained(self, me: Client, x: PyTree, theta: PyTree, mask: PyTree, share: Share) -> PyTree:
+        def body(index: Any, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+            batch = me.batch("upper", jr.fold_in(me.key, index))
+            gradient = me.f_y(x, self.rule.seen(me, carry[0], share), batch)
+            return self.learn.step(carry[0], times(mask, gradient), carry[1])
+
+        trained, _ = repeat(of_client(self.steps, me.id), body, (theta, self.learn.init(theta)))
+        return trained
+
+
+class KernelRule(MaskRule):
+    """Whole kernels: those of every name with the best scores."""
+
+    @abc.abstractmethod
+    def scores(self, key: jax.Array, size: int, time: Any) -> jax.Array:
+        """`(size,)`: the kernels of one name with the largest scores are held."""
+
+    def mask(self, me: Client, x: PyTree, y: PyTree, share: Share) -> PyTree:
+        kernels, counts = share.parts.kernels, share.parts.counts(me.id)
+        keep = [
+            best(self.scores(jr.fold_in(me.key, place), size, share.time), counts[place])
+            for place, size in enumerate(kernels.sizes)
+        ]
+        return kernels.mask(y, keep)
+
+
+class Leading(KernelRule):
+    """The first kernels of every layer, always; those that no client ever holds are zero from the start."""
+
+    def first(self, fed: Federation, parts: Parts, work: Train, key: jax.Array) -> tuple[PyTree, Kept | None]:
+        widest = parts.kernels.leading(max(parts.ratios))
+        return times(parts.kernels.mask(fed.problem.y0, widest), fed.problem.y0), None
+
+    def scores(self, key: jax.Array, size: int, time: Any) -> jax.Array:
+        return -jnp.arange(size, dtype=float)
+
+
+class Random(KernelRule):
+    """Kernels drawn afresh by every client in every round."""
+
+    def scores(self, key: jax.Array, size: int, time: Any) -> jax.Array:
+        return jr.uniform(key, (size,))
+
+
+class Rolling(KernelRule):
+    """A window of neighbouring kernels that moves on by one in every round, and round the end."""
+
+    def scores(self, key: jax.Array, size: int, time: Any) -> jax.Array:
+        return -((jnp.arange(size) - time) % size).astype(float)

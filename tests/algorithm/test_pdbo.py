@@ -1,0 +1,333 @@
+"""PDBO: its limits against linear algebra on the exact map, its settings, and what it costs."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.random as jr
+import numpy as np
+import optax
+import pytest
+
+import fedbilevel as fb
+from algorithm.nodes import (
+    DX,
+    DY,
+    LR,
+    UNEVEN,
+    WEIGHTS,
+    N,
+    Running,
+    drawn,
+    exact,
+    gradients,
+    resting_point,
+    stationary,
+)
+from fedbilevel import links
+from fedbilevel.adjoint import HGP
+from fedbilevel.adjoint.push import receiving_weights
+from fedbilevel.algorithm.pdbo import Agreed, UpperStep
+from fedbilevel.fed.ledger import Ledger, as_arrays, metering
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+STOD = links.Stochastic(0.4, 0.8, seed=2)
+SHORT = {"lower_lr": LR, "lower_steps": 3, "terms": 4, "upper": fb.SGD(0.5)}
+LONG = {"lower_lr": LR, "lower_steps": 25, "terms": 100, "upper": fb.SGD(2.0), "warm_start": True}
+HGP_ONLY = {"alpha": None, "beta": None}
+
+
+def zero_of(function, shape):
+    """Where an affine map of so many numbers is zero; it must be the gradient of something convex."""
+    size = int(np.prod(shape))
+    at_zero = function(np.zeros(shape)).ravel()
+    columns = [function(row.reshape(shape)).ravel() - at_zero for row in np.eye(size)]
+    jacobian = np.stack(columns, axis=1)
+    assert np.linalg.eigvals(jacobian).real.min() > 0
+    return np.linalg.solve(jacobian, -at_zero).reshape(shape)
+
+
+def slope(weights, x):
+    """The exact hypergradient at the resting point of x."""
+    return exact(drawn(), weights, (x, *resting_point(drawn(), weights, x, LR, "after")), LR, "after")
+
+
+@functools.cache
+def personal_optimum(name):
+    weights = STOD.network(N).expected() if name == "StoD" else WEIGHTS[name]
+    return zero_of(lambda x: slope(weights, x), (N, DX))
+
+
+def common_optimum(weights):
+    """Of one x for all: the sum of the nodes' derivatives is zero."""
+    return zero_of(lambda x: slope(weights, np.tile(x, (N, 1))).sum(axis=0), (DX,))
+
+
+def x_of(running):
+    return np.asarray(running.state.upper.x.value)
+
+
+# ----------------------------------------------------------------------------- limits
+
+
+@functools.cache
+def arrived(name):
+    return Running(fb.PDBO(links.Given(WEIGHTS[name]), **LONG, **HGP_ONLY)).advance(120)
+
+
+@pytest.mark.parametrize("name", ["complete", "uneven"])
+def test_over_fixed_links_every_node_comes_to_its_own_optimum(name):
+    """Negative control: one x for all, and every node's own problem, have others."""
+    found, target = x_of(arrived(name)), personal_optimum(name)
+    np.testing.assert_allclose(found, target, atol=1e-8)
+    assert np.abs(target - common_optimum(WEIGHTS[name])).max() > 0.1
+    assert np.abs(target - alone_optima()).max() > 0.1
+
+
+def test_over_random_directed_links_they_come_near_it():
+    """The w of one exchange is at times near zero there: with it the recursion would explode."""
+    running, rows = Running(fb.PDBO(STOD, **LONG | {"upper": fb.SGD(0.3)})).advance(60), []
+    for _ in range(10):
+        rows.append(x_of(running.advance(10)))
+    target = personal_optimum("StoD")
+    assert np.abs(np.mean(rows, axis=0) - target).mean() < 0.05 * np.abs(1 - target).mean()
+
+
+@functools.cache
+def agreeing(name, rate, steps):
+    algorithm = fb.PDBO(
+        links.Given(WEIGHTS[name]), **LONG | {"upper": fb.SGD(rate)}, **HGP_ONLY, consensus=True
+    )
+    return Running(algorithm).advance(steps)
+
+
+def test_consensus_ends_in_one_x_that_is_the_optimum_of_all():
+    target = common_optimum(WEIGHTS["complete"])
+    np.testing.assert_allclose(x_of(agreeing("complete", 2.0, 120)), np.tile(target, (N, 1)), atol=1e-8)
+
+
+def test_consensus_over_uneven_links_counts_every_node_alike():
+    """Up to the step size: a quarter of it is a quarter of the gap. Steps weighted by w end elsewhere."""
+    target, gaps = common_optimum(UNEVEN), []
+    for rate, steps in ((0.2, 400), (0.05, 1600)):
+        running = agreeing("uneven", rate, steps)
+        gaps.append(np.abs(x_of(running) - target).max())
+    np.testing.assert_allclose(running.state.upper.w.value.sum(), N, rtol=1e-12)
+    assert 3 < gaps[0] / gaps[1] < 5
+    weight = stationary(UNEVEN)
+    weighted = zero_of(lambda x: weight @ slope(UNEVEN, np.tile(x, (N, 1))), (DX,))
+    assert np.abs(weighted - target).max() > 2 * gaps[1]
+
+
+def own_slopes(x):
+    """Of every node's own problem, as if it were alone."""
+    q = drawn()
+    y = np.linalg.solve(q.A, (np.einsum("nij,nj->ni", q.B, x) + q.b)[..., None])[..., 0]
+    f_x, f_y, _ = gradients(q, x, y)
+    return f_x + np.einsum("nij,ni->nj", q.B, np.linalg.solve(q.A, f_y[..., None])[..., 0])
+
+
+@functools.cache
+def alone_optima():
+    return zero_of(own_slopes, (N, DX))
+
+
+def test_local_nodes_that_agree_on_x_minimise_the_mean_of_their_own_costs():
+    target = zero_of(lambda x: own_slopes(np.tile(x, (N, 1))).sum(axis=0), (DX,))
+    np.testing.assert_allclose(target, drawn().own_solution(), rtol=1e-10)
+    settings = LONG | {"upper": fb.SGD(0.4), "terms": 250, "local": True, "consensus": True}
+    running = Running(fb.PDBO(links.Complete(), **settings, **HGP_ONLY)).advance(120)
+    np.testing.assert_allclose(x_of(running), np.tile(target, (N, 1)), atol=1e-8)
+
+
+# --------------------------------------------------------------------------- settings
+
+
+def first_step(**settings):
+    """x after a step over complete links."""
+    return x_of(Running(fb.PDBO(links.Complete(), **SHORT | settings)).advance())
+
+
+@functools.cache
+def plain():
+    return first_step(**HGP_ONLY)
+
+
+def box(steps, rates, adjoint_lr):
+    """Steps of PDBO over complete links in numpy: T steps from y0, M terms, a step of 0.5."""
+    q, x = drawn(), np.ones((N, DX))
+    for step in range(steps + 1):
+        y = np.zeros((N, DY))
+        for lr in rates:
+            y = WEIGHTS["complete"] @ y - lr * gradients(q, x, y)[2]
+        if step < steps:
+            f_x, f_y, _ = gradients(q, x, y)
+            u, v = f_y / N, f_x / N
+            for _ in range(4):
+                v = v + adjoint_lr * np.einsum("nij,ni->nj", q.B, u)
+                u = u.mean(axis=0) - adjoint_lr * np.einsum("nij,nj->ni", q.A, u)
+            x = x - 0.5 * v
+    return x, y
+
+
+def test_a_step_is_one_of_the_optimiser_along_the_hypergradient():
+    np.testing.assert_allclose(plain(), box(1, [LR] * 3, LR)[0], rtol=1e-12)
+
+
+def test_over_links_that_are_always_there_reduced_variance_changes_nothing():
+    np.testing.assert_allclose(first_step(), plain(), rtol=1e-12)
+
+
+def test_a_schedule_of_the_lower_level_is_one_of_its_steps():
+    """From the first in every outer step; and the adjoint, and its step size, may be given."""
+    rates = optax.piecewise_constant_schedule(LR, {2: 0.5})
+    settings = SHORT | {"lower_lr": rates, "adjoint": HGP(4), "adjoint_lr": 0.05}
+    running = Running(fb.PDBO(links.Complete(), **settings)).advance(2)
+    x, y = box(2, (LR, LR, LR / 2), 0.05)
+    np.testing.assert_allclose(x_of(running), x, rtol=1e-6)  # schedules are in single precision
+    np.testing.assert_allclose(running.state.lower.y.value, y, rtol=1e-6)
+
+
+def test_other_step_sizes_compile_nothing_new(compilations):
+    algorithm = fb.PDBO(STOD, **SHORT)
+    Running(algorithm).advance()
+    before = compilations()
+    other = SHORT | {"lower_lr": 0.07, "upper": fb.SGD(0.1, penalty=0.3)}
+    Running(fb.PDBO(links.Stochastic(0.1, 0.5, directed=False), **other, alpha=0.3, beta=0.2)).advance()
+    assert compilations() - before <= 2, "only small things outside the step"
+
+
+def test_statistics_may_be_known_estimated_or_given():
+    """Given as the known ones they are these; estimated ones are near, and others for few exchanges."""
+    known = Running(fb.PDBO(STOD, **SHORT, statistics="known")).advance()
+    numbers = receiving_weights(STOD.network(N)).tolist()
+    given = Running(fb.PDBO(STOD, **SHORT, statistics=numbers)).advance()
+    estimated = Running(fb.PDBO(STOD, **SHORT, statistics="estimated")).advance()
+    np.testing.assert_allclose(x_of(given), x_of(known), rtol=1e-13)
+    assert np.abs(x_of(estimated) - x_of(known)).max() > 1e-4
+    noted = estimated.state.lower.statistics.value
+    np.testing.assert_array_equal(noted["exchanges"], 6)  # the start, and one step
+
+
+def run(program, *values):
+    """A program on rows of every node."""
+    everyone = federation().everyone
+    out = everyone.run(program, *(everyone.deal(value, "v") for value in values), key=jr.key(0))
+    return jax.tree.map(np.asarray, everyone.gather(out, "v")[0])
+
+
+def test_blocks_of_x_have_optimisers_of_their_own():
+    algorithm = fb.PDBO(links.Ring(), **SHORT | {"upper": {"a": fb.SGD(0.25), "b": fb.Adam(0.01)}})
+    x = {"a": np.ones((N, 2)), "b": np.zeros((N, 1))}
+    gradient = {"a": np.arange(2.0 * N).reshape(N, 2), "b": np.array([[1.0], [-2], [3], [-4], [5]])}
+    moved, _ = run(UpperStep(algorithm.upper), x, gradient, jax.vmap(algorithm.upper.init)(x))
+    np.testing.assert_allclose(moved["a"], 1 - 0.25 * gradient["a"], rtol=1e-12)
+    np.testing.assert_allclose(moved["b"], -0.01 * np.sign(gradient["b"]), rtol=1e-6)
+
+
+def test_x_stays_where_it_may_be(monkeypatch):
+    """After a step, and after the mixture of what nodes sent, which may lead out."""
+    fed = federation()
+    bounded = dataclasses.replace(fed, problem=dataclasses.replace(fed.problem, constraint=fb.Box(0.9, 1.1)))
+    monkeypatch.setitem(globals(), "federation", lambda: bounded)
+    x, h = np.ones((N, DX)), np.tile([[3.0, -3.0]], (N, 1))
+    moved, _ = run(UpperStep(fb.SGD(0.1)), x, h, ())
+    np.testing.assert_allclose(moved, np.tile([[0.9, 1.1]], (N, 1)))
+    np.testing.assert_allclose(run(Agreed(), 2 * x + h, 2 * np.ones(N)), moved)
+
+
+# ------------------------------------------------------------------------------- cost
+
+
+RING = 2 * N  # links, both ways
+T, M = 3, 4
+INNER = {"z": RING * T * (DY + 1) * 8}
+CALLS = {"g_y": T * N, "g_yy": M * N, "g_xy": M * N, "f_x": N, "f_y": N}
+PRODUCTS = ("g_yy", "g_xy")
+
+
+@pytest.mark.parametrize(
+    ("settings", "rounds", "edge", "vectors"),
+    [
+        (HGP_ONLY, T + M, INNER | {"u": RING * M * DY * 8}, 1),
+        ({}, T + M, INNER | {"u": RING * M * 2 * DY * 8}, 2),
+        (
+            HGP_ONLY | {"consensus": True},
+            T + M + 1,
+            INNER | {"u": RING * M * DY * 8, "x": RING * (DX + 1) * 8},
+            1,
+        ),
+        (HGP_ONLY | {"local": True}, 0, {}, 1),
+        ({"local": True, "consensus": True}, 1, {"x": RING * (DX + 1) * 8}, 2),
+        ({"adjoint": HGP(M, outer="own")}, T + M, INNER | {"u": RING * M * N * DY * 8}, N),
+        (
+            {"adjoint": HGP(M, edges="independent"), "when": "before"},
+            T + 2 * M,
+            INNER | {"u": RING * 2 * M * DY * 8},
+            1,
+        ),
+    ],
+    ids=["HGP", "VR-HGP", "CDBO", "local", "CDBO-Local", "own", "independent"],
+)
+def test_a_step_costs_what_the_docstring_says(settings, rounds, edge, vectors):
+    start, found, time = cost(fb.PDBO(links.Ring(), **SHORT, **settings).among(N))
+    assert found.rounds == rounds
+    assert {label: size for label, size in found.edge.items() if size} == edge
+    assert found.calls == {kind: n * (vectors if kind in PRODUCTS else 1) for kind, n in CALLS.items()}
+    assert not any(found.down.values())
+    assert not any(found.up.values())
+    inner = 0 if settings.get("local", False) else T
+    first = {"z": RING * inner * (DY + 1) * 8}
+    assert start == fb.Ledger(rounds=inner, edge=first, calls={"g_y": T * N}, samples=T * N)
+    assert time == inner + rounds
+
+
+def cost(algorithm):
+    """Ledgers of the start and of a step, and how many exchanges the state counts."""
+
+    @jax.jit
+    def spend(key):
+        fed = federation()
+        with metering() as start:
+            state = algorithm.init(fed, key)
+        with metering() as step:
+            state, _ = algorithm.step(fed, state, key)
+        return *(as_arrays(meter.counts) for meter in (start, step)), state.time
+
+    start, step, time = spend(jr.key(0))
+    return Ledger.from_counts(start), Ledger.from_counts(step), int(time)
+
+
+# --------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"statistics": "guessed"}, 'statistics is \'guessed\'; it must be "estimated", "known" or a matrix'),
+        ({"alpha": None}, "give both, or None for both"),
+        ({"lower_steps": 0}, "lower_steps"),
+        ({"terms": -1}, "terms is -1"),
+        ({"beta": 2.0}, r"beta is 2\.0"),
+        ({"local": True, "adjoint": HGP(3)}, 'must have outer="local"'),
+        ({"when": "during"}, "when is 'during'"),
+    ],
+)
+def test_mistakes_are_explained(settings, message):
+    with pytest.raises(ValueError, match=message):
+        fb.PDBO(links.Ring(), **SHORT | settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"links": links.Ring(directed=True)}, "assumption 6"),
+        ({"links": links.Given(UNEVEN.T)}, "sum to one"),
+        ({"links": links.Ring(), "statistics": np.eye(2)}, r"shape \(2, 2\); 5 clients need \(5, 5\)"),
+        ({"links": links.Stochastic(directed=False, balanced=True), "statistics": "known"}, "no closed form"),
+    ],
+)
+def test_networks_and_numbers_that_do_not_fit_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        fb.PDBO(**SHORT | settings).among(N)
