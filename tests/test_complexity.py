@@ -65,10 +65,12 @@ def test_settings_scale_as_the_theorems_say(complexity: Any) -> None:
     assert other.algorithm.delta == pytest.approx(4 * one.algorithm.delta)
     assert other.algorithm.t0 == pytest.approx(64 * one.algorithm.t0)
     assert other.algorithm.c_upper == pytest.approx(one.algorithm.c_upper / 8)
+    local = complexity.fedbioacc_local(64.0)
+    assert (local.batch, local.lower_batch) == (other.batch, complexity.CLIENTS * other.batch)
     small = complexity.fedbioacc_small(64.0)
     assert (small.batch, small.algorithm.sync_every) == (one.batch, 4 * one.algorithm.sync_every)
     assert small.algorithm.t0 == pytest.approx(4**4.5 * one.algorithm.t0)
-    assert complexity.fedbioacc_local(64.0).algorithm.terms > complexity.fedbioacc_local(1.0).algorithm.terms
+    assert local.algorithm.terms > complexity.fedbioacc_local(1.0).algorithm.terms
 
 
 def test_the_mean_over_the_points_where_a_round_began_decides(complexity: Any) -> None:
@@ -76,6 +78,13 @@ def test_the_mean_over_the_points_where_a_round_began_decides(complexity: Any) -
     assert complexity._first_time([4.0], [2.0, 0.0, 9.0], 2.0) == 3, "the last point is of no round yet"
     assert complexity._first_time([4.0, 2.0], [0.0, 0.0], 2.0) == 2
     assert complexity._first_time([4.0], [2.0], 3.0) is None
+
+
+def test_batches_are_as_large_as_the_theorem_says_at_each_level(complexity: Any) -> None:
+    known = complexity.Nonconvex.random(jr.key(3), clients=2, dx=2, dy=2)
+    clients = complexity.clients_of(known, complexity.fedbio_local(2.0))
+    assert clients.upper.width == 8
+    assert clients.lower.width == 8 * complexity.CLIENTS
 
 
 def test_one_rung_costs_what_the_method_says(complexity: Any) -> None:

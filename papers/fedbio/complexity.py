@@ -9,7 +9,7 @@ over its iterates is at most ε. Then `log cost = slope · log ε + constant` is
 
 A theorem bounds the cost from above: a slope that is no steeper than the paper's agrees with it. As long as a
 method gets there at all, its step sizes decide the slope; what is at stake is whether the noise and the bias
-that the clients' drift leaves behind shrink along with ε. So the last columns say how much of ε they are, and
+that the clients' drift leaves behind shrink along with ε. So the last column says how much of ε they are, and
 one row, whose step sizes do not shrink, is there to fail.
 """
 
@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.random as jr
 import numpy as np
@@ -66,12 +67,14 @@ class Setting(NamedTuple):
 
     Attributes:
         algorithm: the method.
-        batch: b, samples in a minibatch.
-        first_batch: samples in the batch of the first momenta.
+        batch: b, samples in a minibatch of the upper level.
+        lower_batch: of the lower level.
+        first_batch: of the first momenta.
     """
 
     algorithm: Algorithm[Any]
     batch: int
+    lower_batch: int
     first_batch: int = 0
 
 
@@ -84,6 +87,7 @@ class Claim:
         lower: whose lower level is, "global" or "local".
         setting: from `r = ε₁/ε`, how much smaller ε is than on the first rung, to the method for that ε.
         rounds, samples: the paper's exponents of ε, of communication and of derivatives.
+        theorem: its number; None: the paper does not claim this.
     """
 
     name: str
@@ -91,6 +95,7 @@ class Claim:
     setting: Callable[[float], Setting]
     rounds: float
     samples: float
+    theorem: int | None
 
     def exponent(self, cost: str) -> float:
         """The paper's, of one of `COSTS`."""
@@ -100,38 +105,46 @@ class Claim:
 def fedbio(r: float, adjoint_power: float = -0.5) -> Setting:
     """Theorem 1: b ~ 1/ε, I constant, γ and η ~ T^(-1/3) ~ ε^(1/2); τ likewise, or constant with power 0."""
     rates = (0.2 * r**-0.5, 0.2 * r**-0.5, 0.2 * r**adjoint_power)
-    return Setting(fb.FedBiO(*rates, sync_every=4), math.ceil(4 * r))
+    batch = math.ceil(4 * r)
+    return Setting(fb.FedBiO(*rates, sync_every=4), batch, batch)
 
 
 def unchanged(r: float) -> Setting:
     """No theorem: b ~ 1/ε as for FedBiO, but the step sizes stay what they are."""
-    return Setting(fb.FedBiO(0.2, 0.2, 0.2, sync_every=4), math.ceil(4 * r))
+    return fedbio(r)._replace(algorithm=fedbio(1.0).algorithm)
 
 
 def fedbio_local(r: float) -> Setting:
-    """Theorem 3: b ~ 1/ε, I constant, η ~ ε^(1/2), γ constant, Q ~ log(1/ε)."""
+    """Theorem 3: b ~ 1/ε and M times that below, I constant, η ~ ε^(1/2), γ constant, Q ~ log(1/ε)."""
+    batch = math.ceil(4 * r)
     method = fb.FedBiOLocal(0.2 * r**-0.5, 0.2, ADJOINT, sync_every=4, terms=terms(r))
-    return Setting(method, math.ceil(4 * r))
+    return Setting(method, batch, CLIENTS * batch)
 
 
 def fedbioacc(r: float) -> Setting:
     """Theorem 2 with b ~ ε^(-1/2): I constant; see `momenta`."""
     batch = math.ceil(4 * r**0.5)
-    return Setting(fb.FedBiOAcc(0.3, 0.3, 0.3, **momenta(batch, 4)), batch, first_batch(batch, 4))
+    rule = momenta(batch, batch, 4)
+    return Setting(fb.FedBiOAcc(0.3, 0.3, 0.3, **rule), batch, batch, rule["first_batch"])
 
 
 def fedbioacc_small(r: float) -> Setting:
     """Theorem 2 with b constant: I ~ ε^(-1/3)."""
-    batch, period = 4, round(4 * r ** (1 / 3))
-    return Setting(fb.FedBiOAcc(0.3, 0.3, 0.3, **momenta(batch, period)), batch, first_batch(batch, period))
+    rule = momenta(4, 4, round(4 * r ** (1 / 3)))
+    return Setting(fb.FedBiOAcc(0.3, 0.3, 0.3, **rule), 4, 4, rule["first_batch"])
 
 
-def fedbioacc_local(r: float) -> Setting:
-    """Theorem 4 with b ~ ε^(-1/2): I constant, Q ~ log(1/ε)."""
+def fedbioacc_local(r: float, more: int | None = None) -> Setting:
+    """Theorem 4 with b ~ ε^(-1/2): I constant, Q ~ log(1/ε); batches below are M (or `more`) times b."""
     batch = math.ceil(4 * r**0.5)
-    method = fb.FedBiOAccLocal(0.3, 0.3, ADJOINT, terms=terms(r), **momenta(batch, 4))
-    return Setting(method, batch, first_batch(batch, 4))
+    lower_batch = (CLIENTS if more is None else more) * batch
+    rule = momenta(batch, lower_batch, 4)
+    method = fb.FedBiOAccLocal(0.3, 0.3, ADJOINT, terms=terms(r), **rule)
+    return Setting(method, batch, lower_batch, rule["first_batch"])
 
+
+CLIENTS = 8
+"""M."""
 
 ADJOINT = 0.2
 """τ of the Neumann series, below `1/λ_max(H)` of most samples."""
@@ -142,28 +155,26 @@ def terms(r: float) -> int:
     return 5 + round(math.log(r) / (2 * ADJOINT))
 
 
-def momenta(batch: int, period: int) -> dict[str, Any]:
-    """Theorem 2: `δ ~ b^(2/3)`, `t₀ ~ b² I^(9/2)`, `c ~ 1/b`; `α_1 = 1` on the first rung."""
+def momenta(batch: int, lower_batch: int, period: int) -> dict[str, Any]:
+    """Theorem 2: `δ ~ b^(2/3)`, `t₀ ~ b² I^(9/2)`, `c ~ 1/b`; `α_1 = 1` on the first rung.
+
+    The first batch is I^(3/2) times as large as those after it.
+    """
     grown, longer = batch / 4, period / 4
-    t0 = 1000.0 * grown**2 * longer**4.5
     decay = dict.fromkeys(("c_upper", "c_lower", "c_adjoint"), 1 / grown)
-    rule = {"delta": 10 * grown ** (2 / 3), "t0": t0, "first_batch": first_batch(batch, period)}
-    return {"sync_every": period} | rule | decay
-
-
-def first_batch(batch: int, period: int) -> int:
-    """`I^(3/2) b`."""
-    return math.ceil(period**1.5 * batch)
+    rule = {"delta": 10 * grown ** (2 / 3), "t0": 1000.0 * grown**2 * longer**4.5}
+    return {"sync_every": period, "first_batch": math.ceil(period**1.5 * lower_batch)} | rule | decay
 
 
 CLAIMS = (
-    Claim("FedBiO", "global", fedbio, -1.5, -2.5),
-    Claim("FedBiO, τ constant", "global", lambda r: fedbio(r, 0.0), -1.5, -2.5),
-    Claim("no theorem: constant steps", "global", unchanged, -1.5, -2.5),
-    Claim("FedBiOAcc, b ~ ε^(-1/2)", "global", fedbioacc, -1.0, -1.5),
-    Claim("FedBiOAcc, b constant", "global", fedbioacc_small, -7 / 6, -1.5),
-    Claim("FedBiO, local", "local", fedbio_local, -1.5, -2.5),
-    Claim("FedBiOAcc, local, b ~ ε^(-1/2)", "local", fedbioacc_local, -1.0, -1.5),
+    Claim("FedBiO", "global", fedbio, -1.5, -2.5, 1),
+    Claim("FedBiO, τ constant", "global", lambda r: fedbio(r, 0.0), -1.5, -2.5, 1),
+    Claim("FedBiO, constant steps", "global", unchanged, -1.5, -2.5, None),
+    Claim("FedBiOAcc, b grows", "global", fedbioacc, -1.0, -1.5, 2),
+    Claim("FedBiOAcc, b constant", "global", fedbioacc_small, -7 / 6, -1.5, 2),
+    Claim("FedBiO, local", "local", fedbio_local, -1.5, -2.5, 3),
+    Claim("FedBiOAcc, local", "local", fedbioacc_local, -1.0, -1.5, 4),
+    Claim("FedBiOAcc, local, b_y = b", "local", lambda r: fedbioacc_local(r, 1), -1.0, -1.5, None),
 )
 
 
@@ -203,8 +214,7 @@ class Spent(NamedTuple):
 
 def spend(known: Nonconvex, setting: Setting, epsilon: float, seed: int, most: int) -> Spent:
     """Run until the mean of `‖∇h(x)‖²` over the iterates is at most ε, for at most so many steps."""
-    samples = 2 * max(setting.batch, setting.first_batch, 512)
-    clients = known.clients(samples=samples, noise=0.5, batch_size=setting.batch)
+    clients = clients_of(known, setting)
     first = float(known.stationarity(known.problem().x0))
     with Simulator().connect(known.problem(), clients, Watched(setting.algorithm, known)) as session:
         begun, seen, ledger = _advance(session, first, epsilon, seed, most)
@@ -212,6 +222,14 @@ def spend(known: Nonconvex, setting: Setting, epsilon: float, seed: int, most: i
     reached = np.mean(seen[:-1]) <= epsilon
     costs = _costs(begun, ledger, setting, known.n) if reached else {}
     return Spent(costs, len(seen) - 1, floor)
+
+
+def clients_of(known: Nonconvex, setting: Setting) -> fb.Clients:
+    """Noisy clients with more samples than any batch, which is then drawn with replacement."""
+    samples = 2 * max(setting.lower_batch, setting.first_batch, 512)
+    clients = known.clients(samples=samples, noise=0.5, batch_size=setting.batch)
+    lower = dataclasses.replace(clients.lower, batch_size=setting.lower_batch)
+    return eqx.tree_at(lambda c: c.lower, clients, lower)
 
 
 def _advance(
@@ -242,11 +260,13 @@ def _first_time(seen: Sequence[float], found: Sequence[float], epsilon: float) -
 def _costs(begun: Ledger, ledger: Ledger, setting: Setting, clients: int) -> dict[str, float]:
     """Exchanges, and derivatives of single samples that a client takes: calls times samples in a batch."""
 
-    def derivatives(kinds: Sequence[str]) -> float:
-        parts = ((begun, setting.first_batch), (ledger, setting.batch))
-        return sum(part.calls.get(kind, 0) * batch for part, batch in parts for kind in kinds) / clients
+    def derivatives(kind: str) -> float:
+        batch = setting.batch if kind.startswith("f") else setting.lower_batch
+        parts = ((begun, setting.first_batch), (ledger, batch))
+        return sum(part.calls.get(kind, 0) * size for part, size in parts) / clients
 
-    return {"rounds": float(ledger.rounds)} | {name: derivatives(kinds) for name, kinds in KINDS.items()}
+    counted = {name: sum(map(derivatives, kinds)) for name, kinds in KINDS.items()}
+    return {"rounds": float(ledger.rounds)} | counted
 
 
 # --------------------------------------------------------------------------------- fits
@@ -319,7 +339,7 @@ class Rung:
 
 def climb(claim: Claim, rungs: int, seeds: int) -> Iterator[Rung]:
     """A claim's rungs, from the largest ε to the smallest; ends at one that it does not reach."""
-    known = Nonconvex.random(jr.key(3), clients=8, dx=5, dy=5, lower=claim.lower)
+    known = Nonconvex.random(jr.key(3), clients=CLIENTS, dx=5, dy=5, lower=claim.lower)
     most = 500.0
     for number in range(rungs):
         r = 2.0**number
@@ -341,16 +361,15 @@ def _runs(known: Nonconvex, setting: Setting, epsilon: float, seeds: int, most: 
 def ladder_table(rungs: Sequence[Rung]) -> Table:
     """What every rung took."""
     table = Table(title="until the mean of ‖∇h(x)‖² is at most ε", box=box.SIMPLE)
-    for title in ("method", "ε", "b", "I", *COSTS, "floor/ε"):
+    for title in ("method", "ε", "b", "b_y", "I", *COSTS, "floor/ε"):
         table.add_column(title, justify="left" if title == "method" else "right")
     for rung in rungs:
         setting = rung.setting
         costs = [f"{rung.cost(name):,.0f}" if rung.reached else "-" for name in COSTS]
         period: Any = getattr(setting.algorithm, "sync_every", "")
+        sizes = [str(size) for size in (setting.batch, setting.lower_batch, period)]
         floor = np.mean([run.floor for run in rung.runs])
-        table.add_row(
-            rung.claim.name, f"{rung.epsilon:.4g}", str(setting.batch), str(period), *costs, f"{floor:.2f}"
-        )
+        table.add_row(rung.claim.name, f"{rung.epsilon:.4g}", *sizes, *costs, f"{floor:.2f}")
     return table
 
 
@@ -362,7 +381,9 @@ def slope_table(rungs: Sequence[Rung]) -> Table:
     for claim in dict.fromkeys(rung.claim for rung in rungs):
         own = [rung for rung in rungs if rung.claim is claim]
         table.add_row(claim.name, *_slopes(claim, own))
-        table.add_row("  paper", *(f"{claim.exponent(cost):.2f}" for cost in COSTS), "")
+        if claim.theorem is not None:
+            paper = (f"{claim.exponent(cost):.2f}" for cost in COSTS)
+            table.add_row(f"  theorem {claim.theorem}", *paper, "")
     return table
 
 
@@ -389,7 +410,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rungs.append(rung)
             said = f"{rung.cost('rounds'):,.0f} rounds" if rung.reached else "not reached"
             print(f"{claim.name}: ε = {rung.epsilon:.4g}, {said}", file=sys.stderr, flush=True)
-    console = Console(width=120)
+    console = Console(width=130)
     console.print(ladder_table(rungs), slope_table(rungs))
 
 

@@ -116,6 +116,8 @@ def _pack(thing: Any, arrays: list[Array]) -> Json:
         tag = "dict" if type(thing) is dict else "ordered"
         return {tag: [[_pack(k, arrays), _pack(v, arrays)] for k, v in thing.items()]}
     if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        if hasattr(thing, "stays_here"):  # its class knows better than we why, and what to do
+            raise PortableError(thing.stays_here)
         fields = {f.name: _pack(getattr(thing, f.name), arrays) for f in dataclasses.fields(thing)}
         return {"object": [name_of(type(thing)), fields]}
     if callable(thing):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.algorithm.baseline.coordinate_rule import budget
+from fedbilevel.algorithm.baseline.coordinate_rule import PruneAndGrow, _dense_where, budget
 from fedbilevel.algorithm.baseline.fedavg import FedAvg
 from fedbilevel.algorithm.baseline.heterogeneous import (
     FedDST,
@@ -167,6 +167,24 @@ def test_a_budget_of_single_weights_is_that_of_the_narrow_model():
     assert budget(kernels, 0.5) == (8, 10, 6)  # 24 in all; all biases, and 16 weights as 12 : 8
     with pytest.raises(ValueError, match=r"at the width ratio 0\.125 there is no room"):
         budget(kernels, 0.125)
+
+
+def test_the_smallest_weights_make_room_for_the_largest_slopes():
+    rule = PruneAndGrow(regrown=0.5, until=10)
+    y, old = [jnp.array([5.0, 0.1, 0.0, 9.0, 3.0, 9.0])], [jnp.array([1.0, 1, 1, 0, 1, 0])]
+    slopes, counts = [jnp.array([9.0, 9.0, 0.0, 1.0, 0.0, 2.0])], jnp.array([4])
+    exchanged = rule._exchanged(y, old, slopes, counts, 0)[0]
+    assert exchanged.tolist() == [1, 1, 0, 0, 1, 1]  # 5 and 3 stay; 0.1 comes back, its slope is large
+    assert rule._exchanged(y, old, slopes, counts, 10)[0].tolist() == old[0].tolist()
+
+
+def test_masks_are_dense_where_the_warm_up_says():
+    kernels, y = kernels_in(problem()), problem().y0
+    first, second = (_dense_where(y, shares, kernels, 0.5) for shares in ([0, 0.75, 0.25], [0, 0.25, 0.75]))
+    assert [int(first[name].sum()) for name in ("bias", "first", "second")] == [8, 12, 4]
+    assert [int(second[name].sum()) for name in ("bias", "first", "second")] == [8, 4, 12]
+    kept = np.abs(y["second"])[np.asarray(first["second"]) > 0]
+    assert kept.min() > np.abs(y["second"])[np.asarray(first["second"]) == 0].max()
 
 
 def test_clients_of_a_sampled_cohort_are_billed_by_their_own_parts():

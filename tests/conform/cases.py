@@ -103,6 +103,12 @@ CASES = {
     "MRBO": Case(bilevel, lambda: fb.MRBO(**THREE, terms=2), variant=True),
     "CommFedBiO": Case(bilevel_batches, lambda: fb.CommFedBiO(**THREE, topk=2, terms=2, cohort=2)),
     "StocBiO": Case(bilevel, lambda: fb.StocBiO(**SERIES, lower_steps=2), variant=True),
+    "SGP": Case(bilevel_batches, lambda: fb.SGP(fb.links.Stochastic(seed=1), 0.1, "before")),
+    "PDBO": Case(
+        bilevel_batches,
+        lambda: fb.PDBO(fb.links.Stochastic(seed=1), 0.1, 2, 2, fb.Adam(0.05), consensus=True),
+        variant=True,
+    ),
     "QFFL": Case(bilevel, lambda: fb.QFFL(0.05, q=1.0, steps=2), variant=True),
     "Local": Case(bilevel_batches, lambda: fb.Local(0.1, epochs=1), variant=True),
     "FedProx": Case(bilevel, lambda: fb.FedProx(0.1, 0.5, steps=(1, 3, 2)), variant=True),

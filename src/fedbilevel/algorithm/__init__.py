@@ -3,10 +3,21 @@
 from fedbilevel.algorithm.base import Algorithm, CannotRunError
 from fedbilevel.algorithm.baseline.clustered import ClusteredFL
 from fedbilevel.algorithm.baseline.commfedbio import CommFedBiO
+from fedbilevel.algorithm.baseline.compressed import CompressedFedAvg, FetchSGD
 from fedbilevel.algorithm.baseline.fedavg import FedAvg, FedAvgS
 from fedbilevel.algorithm.baseline.fedavg_plus import FedAvgPlus
 from fedbilevel.algorithm.baseline.fedem import FedEM
 from fedbilevel.algorithm.baseline.fedprox import FedProx
+from fedbilevel.algorithm.baseline.heterogeneous import (
+    FedDST,
+    FederatedDropout,
+    FedRolex,
+    Flash,
+    HeteroFL,
+    Heterogeneous,
+    Homogeneous,
+    ZeroFL,
+)
 from fedbilevel.algorithm.baseline.local import Local
 from fedbilevel.algorithm.baseline.pfedme import PFedMe
 from fedbilevel.algorithm.baseline.pooled import MRBO, StocBiO
@@ -14,6 +25,7 @@ from fedbilevel.algorithm.baseline.qffl import QFFL
 from fedbilevel.algorithm.fedbio import FedBiO, FedBiOLocal
 from fedbilevel.algorithm.fedbioacc import FedBiOAcc, FedBiOAccLocal
 from fedbilevel.algorithm.fednest import FedNest, FedNestSGD, LFedNest, LFedNestNonAlt, LFedNestSVRG
+from fedbilevel.algorithm.fedsep import FedSep
 from fedbilevel.algorithm.iterated import ITD
 from fedbilevel.algorithm.pdbo import PDBO
 from fedbilevel.algorithm.sgp import SGP
@@ -28,6 +40,7 @@ __all__ = [
     "CannotRunError",
     "ClusteredFL",
     "CommFedBiO",
+    "CompressedFedAvg",
     "FedAvg",
     "FedAvgPlus",
     "FedAvgS",
@@ -35,14 +48,24 @@ __all__ = [
     "FedBiOAcc",
     "FedBiOAccLocal",
     "FedBiOLocal",
+    "FedDST",
     "FedEM",
     "FedNest",
     "FedNestSGD",
     "FedProx",
+    "FedRolex",
+    "FedSep",
+    "FederatedDropout",
+    "FetchSGD",
+    "Flash",
+    "HeteroFL",
+    "Heterogeneous",
+    "Homogeneous",
     "LFedNest",
     "LFedNestNonAlt",
     "LFedNestSVRG",
     "Local",
     "PFedMe",
     "StocBiO",
+    "ZeroFL",
 ]

@@ -157,7 +157,8 @@ class FedSep(Algorithm[Separated]):
         rounds: Any = EachDecodeLearnEncode if self._differ else DecodeLearnEncode
         program = rounds(self.decoder, Learn(self.learn, self.learn_steps))
         out = cohort.run(program, cohort.send(state.x, "x"), cohort.agreed(shared), memory, key=k_round)
-        x = add(state.x, scale(self.server_lr, cohort.mean(out[0], "x")))
+        change = cohort.mean(out[0], "x", codec=self.decoder.codec(fed.problem, fed.n))
+        x = add(state.x, scale(self.server_lr, change))
         y = self._decoded(fed, x, shared) if self.decoder.alike else cohort.put(state.y, out[1])
         kept = None if state.memory is None else cohort.put(state.memory, out[2])
         return Separated(x, y, kept), {}

@@ -31,6 +31,12 @@ CITED: Mapping[str, tuple[str, ...]] = {
     "PFedMe": ("dinh2020personalized",),
     "ClusteredFL": ("sattler2021clustered",),
     "FedEM": ("marfoq2021federated",),
+    "HeteroFL": ("diao2021heterofl",),
+    "FederatedDropout": ("caldas2018expanding",),
+    "FedRolex": ("alam2022fedrolex",),
+    "ZeroFL": ("qiu2022zerofl",),
+    "FedDST": ("bibikar2022federated",),
+    "Flash": ("babakniya2022federated",),
     # problems
     "HyperRepresentation": ("franceschi2018bilevel", "tarzanagh2022fednest"),
     "FewShot": ("franceschi2018bilevel",),

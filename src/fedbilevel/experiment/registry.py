@@ -72,6 +72,16 @@ ALGORITHMS: Mapping[str, Factory] = {
     "PFedMe": algorithm.PFedMe,
     "ClusteredFL": algorithm.ClusteredFL,
     "FedEM": algorithm.FedEM,
+    "FedSep": algorithm.FedSep,
+    "CompressedFedAvg": algorithm.CompressedFedAvg,
+    "FetchSGD": algorithm.FetchSGD,
+    "HeteroFL": algorithm.HeteroFL,
+    "FederatedDropout": algorithm.FederatedDropout,
+    "FedRolex": algorithm.FedRolex,
+    "Homogeneous": algorithm.Homogeneous,
+    "ZeroFL": algorithm.ZeroFL,
+    "FedDST": algorithm.FedDST,
+    "Flash": algorithm.Flash,
     "SGP": algorithm.SGP,
     "PDBO": algorithm.PDBO,
 }
@@ -83,6 +93,7 @@ PROBLEMS: Mapping[str, Factory] = {
     "FairClients": fairness.FairClients,
     "AgnosticClients": fairness.AgnosticClients,
     "FewShot": few_shot.FewShot,
+    "Classification": problem.Classification,
     "ClassWeights": problem.ClassWeights,
     "Mixture": problem.Mixture,
     "WeightedMixture": problem.WeightedMixture,
@@ -101,6 +112,9 @@ MODELS: Mapping[str, Factory] = {
     "TwoLayerCNN": convolution.TwoLayerCNN,
     "MobileNetV2": problem.MobileNetV2,
     "CharLSTM": problem.CharLSTM,
+    "FourLayerCNN": problem.FourLayerCNN,
+    "ResNet": problem.ResNet,
+    "ResNet18": problem.ResNet18,
 }
 
 PARTITIONS: Mapping[str, Factory] = {
@@ -144,6 +158,14 @@ LINKS: Mapping[str, Factory] = {
 
 OPTIMIZERS: Mapping[str, Factory] = {"Adam": local.Adam, "SGD": local.SGD, "PerBlock": local.PerBlock}
 
+DECODERS: Mapping[str, Factory] = {
+    "GradientDecoder": local.GradientDecoder,
+    "SketchLasso": local.SketchLasso,
+    "LinearSketch": local.LinearSketch,
+    "Submodel": local.Submodel,
+    "EachDecoder": local.EachDecoder,
+}
+
 ADJOINTS: Mapping[str, Factory] = {
     "HGP": adjoint.HGP,
     "VRHGP": adjoint.VRHGP,
@@ -163,12 +185,22 @@ INSIDE: Mapping[str, Mapping[str, Factory]] = {
     "constraint": CONSTRAINTS,
     "links": LINKS,
     "adjoint": ADJOINTS,
+    "decoder": DECODERS,
+    "learn": OPTIMIZERS,
     **dict.fromkeys(("model", "backbone", "head"), MODELS),
-    **dict.fromkeys(("lr", "upper_lr", "lower_lr", "adjoint_lr"), SCHEDULES),
+    **dict.fromkeys(("lr", "upper_lr", "lower_lr", "adjoint_lr", "server_lr"), SCHEDULES),
 }
 """What the table of a certain name inside another one may be."""
 
-NESTED: Mapping[str, Factory] = {**MODELS, **PARTITIONS, **CONSTRAINTS, **SCHEDULES, **OPTIMIZERS, **PARTS}
+NESTED: Mapping[str, Factory] = {
+    **MODELS,
+    **PARTITIONS,
+    **CONSTRAINTS,
+    **SCHEDULES,
+    **OPTIMIZERS,
+    **DECODERS,
+    **PARTS,
+}
 """What any other table inside a table may be."""
 
 GROUPS: Mapping[str, Mapping[str, Any]] = {
@@ -183,6 +215,7 @@ GROUPS: Mapping[str, Mapping[str, Any]] = {
     "links": LINKS,
     "optimizers": OPTIMIZERS,
     "adjoints": ADJOINTS,
+    "decoders": DECODERS,
     "parts": PARTS,
 }
 """What `fedbilevel list` shows."""

@@ -25,7 +25,10 @@ from fedbilevel.fed.links import Complete
 from fedbilevel.fed.place import At, map_kept
 from fedbilevel.local.decode import GradientDecoder
 from fedbilevel.local.optimizer import SGD
+from fedbilevel.problem.accuracy import CrossEntropy
 from fedbilevel.problem.base import Problem, single_level
+from fedbilevel.problem.cnn4 import FourLayerCNN
+from fedbilevel.problem.loss_tuning import OfModel
 from fedbilevel.problem.model import Linear
 from fedbilevel.problem.personal import Mixture
 from fedbilevel.problem.quadratic import Quadratic, Saddle
@@ -88,7 +91,7 @@ _SIMPLE: dict[str, Any] = {
     "upper": SGD(0.1),
     "learn": SGD(0.1),
     "decoder": GradientDecoder(0.1, 2, 2),
-    **dict.fromkeys(("lower_steps", "terms", "rows", "columns", "k"), 2),
+    **dict.fromkeys(("lower_steps", "learn_steps", "terms", "rows", "columns", "k"), 2),
 }
 
 
@@ -102,7 +105,15 @@ def _small_problems() -> list[tuple[Problem, Any]]:
         (saddle.problem(), saddle.clients()),
         (alone, quadratic.clients()),
         (mixture, Clients(labelled)),
+        (_sliced(), Clients({"inputs": jnp.ones((2, 1, 12, 12, 1)), "labels": jnp.zeros((2, 1), int)})),
     ]
+
+
+def _sliced() -> Problem:
+    """A model of which clients can hold parts: enough kernels that a part is smaller than the whole."""
+    model = FourLayerCNN(2, filters=64, pooled=2)
+    loss = CrossEntropy(OfModel(model))
+    return Problem(loss, loss, (), model.init(jr.key(0), (12, 12, 1))[0])
 
 
 def _square(x: Any, samples: Any) -> Any:
@@ -131,9 +142,11 @@ def _watch(method: Algorithm[Any], problem: Problem, clients: Any) -> Traits:
 class _WatchedCohort(SimulatedCohort):
     """Notes whether the server reads single values."""
 
-    def gather(self, value: At, label: str, *, codec: Codec | None = None) -> tuple[PyTree, jax.Array]:
+    def gather(
+        self, value: At, label: str, *, codec: Codec | None = None, key: jax.Array | None = None
+    ) -> tuple[PyTree, jax.Array]:
         self.fed.seen.add("gathered")  # type: ignore[attr-defined]
-        return super().gather(value, label, codec=codec)
+        return super().gather(value, label, codec=codec, key=key)
 
 
 class _WatchedFederation(SimulatedFederation):
@@ -170,5 +183,7 @@ def _sections(text: str) -> tuple[str, dict[str, str]]:
     depth = len(inside[0]) - len(inside[0].lstrip()) if inside else 0
     entry = rf"^ {{{depth}}}(\w[\w, *]*): ?(.*(?:\n {{{depth + 1},}}.*)*)"
     entries = re.findall(entry, "\n".join(inside), re.MULTILINE)
-    fields = {name.strip(" *"): " ".join(said.split()) for names, said in entries for name in names.split(",")}
+    fields = {
+        name.strip(" *"): " ".join(said.split()) for names, said in entries for name in names.split(",")
+    }
     return f"{before.rstrip()}\n\n{after.strip()}".strip(), fields

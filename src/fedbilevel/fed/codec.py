@@ -27,6 +27,23 @@ class Codec(eqx.Module):
         """The value that the receiver makes of a message."""
 
 
+class RandomCodec(Codec):
+    """A codec that draws: what it writes depends on a key, too. Verbs then need one: `mean(..., key=)`."""
+
+    @abc.abstractmethod
+    def encode_with(self, key: jax.Array, value: PyTree) -> PyTree:
+        """The message for a value."""
+
+    def encode(self, value: PyTree) -> PyTree:
+        name = type(self).__name__
+        raise TypeError(f"{name} draws what it writes: give it a key, `encode_with(key, value)`")
+
+
+def written(codec: Codec, me: Any, value: PyTree) -> PyTree:
+    """The message of a client for a value; a codec that draws does so with the client's key."""
+    return codec.encode_with(me.key, value) if isinstance(codec, RandomCodec) else codec.encode(value)
+
+
 class Dense(Codec):
     """The value itself, every scalar in its own dtype."""
 
@@ -35,6 +52,53 @@ class Dense(Codec):
 
     def decode(self, message: PyTree) -> PyTree:
         return message
+
+
+class Form(eqx.Module):
+    """The form of a tree of arrays, and the way to one vector of all its entries and back.
+
+    Attributes:
+        shapes, dtypes: of the leaves.
+        structure: of the tree.
+    """
+
+    shapes: tuple[tuple[int, ...], ...] = eqx.field(static=True)
+    dtypes: tuple[str, ...] = eqx.field(static=True)
+    structure: Any = eqx.field(static=True)
+
+    @classmethod
+    def of(cls, tree: PyTree) -> Form:
+        """That of this tree."""
+        leaves, structure = jax.tree.flatten(tree)
+        shapes = tuple(jnp.shape(leaf) for leaf in leaves)
+        return cls(shapes, tuple(jnp.result_type(leaf).name for leaf in leaves), structure)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of entries of the leaves."""
+        return [math.prod(shape) for shape in self.shapes]
+
+    def flat(self, tree: PyTree) -> jax.Array:
+        """All entries of a tree, in one dtype that holds them all."""
+        return jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+
+    def tree(self, flat: jax.Array) -> PyTree:
+        """The tree of a vector of all entries."""
+        sizes = self.sizes
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        cut = zip(self.shapes, sizes, starts, self.dtypes, strict=True)
+        leaves = [flat[at : at + size].reshape(shape).astype(dtype) for shape, size, at, dtype in cut]
+        return jax.tree.unflatten(self.structure, leaves)
+
+    def entries(self, k: int | float) -> int:
+        """How many entries k stands for: a number of them, or a share of all below 1."""
+        check_entries(k)
+        total = sum(self.sizes)
+        # Rounded first: 0.07 of 100 entries are 7, though the product is a little more.
+        count = max(1, math.ceil(round(float(k) * total, 6))) if k < 1 else int(k)
+        if not 1 <= count <= total:
+            raise ValueError(f"k is {k}, but there are {total} entries: it must be between 1 and {total}")
+        return count
 
 
 def check_entries(k: Any) -> None:
@@ -53,7 +117,7 @@ class TopK(Codec):
 
     Attributes:
         k: how many entries are sent.
-        shapes, dtypes, structure: of the tree.
+        form: of the tree.
 
     Example:
         >>> codec = TopK.like({"a": jnp.zeros(3), "b": jnp.zeros(())}, k=2)
@@ -63,36 +127,22 @@ class TopK(Codec):
     """
 
     k: int = eqx.field(static=True)
-    shapes: tuple[tuple[int, ...], ...] = eqx.field(static=True)
-    dtypes: tuple[str, ...] = eqx.field(static=True)
-    structure: Any = eqx.field(static=True)
+    form: Form
 
     @classmethod
     def like(cls, tree: PyTree, k: int | float) -> TopK:
         """For trees of this form; `k` is a number of entries, or a share of all of them below 1."""
-        check_entries(k)
-        leaves, structure = jax.tree.flatten(tree)
-        shapes = tuple(jnp.shape(leaf) for leaf in leaves)
-        total = sum(math.prod(shape) for shape in shapes)
-        # Rounded first: 0.07 of 100 entries are 7, though the product is a little more.
-        count = max(1, math.ceil(round(float(k) * total, 6))) if k < 1 else int(k)
-        if not 1 <= count <= total:
-            raise ValueError(f"k is {k}, but there are {total} entries: it must be between 1 and {total}")
-        return cls(count, shapes, tuple(jnp.result_type(leaf).name for leaf in leaves), structure)
+        form = Form.of(tree)
+        return cls(form.entries(k), form)
 
     def encode(self, value: PyTree) -> PyTree:
-        flat = jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(value)])
+        flat = self.form.flat(value)
         _, places = jax.lax.top_k(jnp.abs(flat), self.k)
         return flat[places], places.astype(jnp.int32)
 
     def decode(self, message: PyTree) -> PyTree:
         values, places = message
-        sizes = [math.prod(shape) for shape in self.shapes]
-        flat = jnp.zeros(sum(sizes), values.dtype).at[places].set(values)
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        cut = zip(self.shapes, sizes, starts, self.dtypes, strict=True)
-        leaves = [flat[at : at + size].reshape(shape).astype(dtype) for shape, size, at, dtype in cut]
-        return jax.tree.unflatten(self.structure, leaves)
+        return self.form.tree(jnp.zeros(sum(self.form.sizes), values.dtype).at[places].set(values))
 
 
 class Partial(Codec):
@@ -142,7 +192,7 @@ class Feedback(Program):
 
     def __call__(self, me: Any, *values: Any) -> PyTree:
         total = add(*values)
-        message = self.codec.encode(total)
+        message = written(self.codec, me, total)
         return message, sub(total, self.codec.decode(message))
 
 
@@ -152,4 +202,4 @@ class Encode(Program):
     codec: Codec
 
     def __call__(self, me: Any, *values: Any) -> PyTree:
-        return self.codec.encode(values[0])
+        return written(self.codec, me, values[0])

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbilevel.fed.codec import Codec, Encode, Feedback, messages
+from fedbilevel.fed.codec import Codec, Encode, Feedback, RandomCodec, messages
 from fedbilevel.fed.ledger import ROUND, Entry, count
 from fedbilevel.fed.network import Links, edges
 from fedbilevel.fed.place import At, Kept, PlacementError, Published
@@ -102,7 +102,15 @@ class Cohort(abc.ABC):
 
     # -------------------------------------------------------------------- up
 
-    def mean(self, value: At, label: str, *, weight: Any = None, codec: Codec | None = None) -> PyTree:
+    def mean(
+        self,
+        value: At,
+        label: str,
+        *,
+        weight: Any = None,
+        codec: Codec | None = None,
+        key: jax.Array | None = None,
+    ) -> PyTree:
         """The weighted average over the clients that answer. Books a message up each, one round.
 
         Args:
@@ -110,17 +118,21 @@ class Cohort(abc.ABC):
             label: the name of its line in the ledger.
             weight: `(size,)` weights instead of the federation's own.
             codec: how clients write it for the wire.
+            key: what a codec that draws draws from; every client's own is folded in.
         """
-        return self._averaged(*self._received(value, label, codec), weight)
+        return self._averaged(*self._received(value, label, codec, key), weight)
 
-    def mean_with_feedback(self, value: At, memory: Kept, label: str, codec: Codec) -> tuple[PyTree, Kept]:
+    def mean_with_feedback(
+        self, value: At, memory: Kept, label: str, codec: Codec, *, key: jax.Array | None = None
+    ) -> tuple[PyTree, Kept]:
         """The average of what a lossy codec makes of `value + memory`, and the memory of what it left out.
 
         Books a message up each, one round. A client that does not answer keeps its memory.
         """
         self._check_mine(value)
-        out = self._run(Feedback(codec), (value, self.take(memory)), jax.random.key(0), fails=False)
-        rows, answered = self._received(out[0], label, None)
+        own = _key_of(codec, key)
+        out = self._run(Feedback(codec), (value, self.take(memory)), own, fails=False)
+        rows, answered = self._received(out[0], label, None, None)
         return self._averaged(jax.vmap(codec.decode)(rows), answered, None), self.put(memory, out[1])
 
     def _averaged(self, rows: PyTree, answered: jax.Array, weight: Any) -> PyTree:
@@ -128,18 +140,22 @@ class Cohort(abc.ABC):
         weights = answered if given is None else jnp.asarray(given) * answered
         return jax.tree.map(lambda leaf: _average(leaf, weights), rows)
 
-    def gather(self, value: At, label: str, *, codec: Codec | None = None) -> tuple[PyTree, jax.Array]:
+    def gather(
+        self, value: At, label: str, *, codec: Codec | None = None, key: jax.Array | None = None
+    ) -> tuple[PyTree, jax.Array]:
         """Every client's value, one by one, and who answered. Books a message up each, one round.
 
         Returns:
             the stacked values, `(size, ...)`, zeros where nothing came, and `(size,)` bool.
         """
-        return self._received(value, label, codec)
+        return self._received(value, label, codec, key)
 
-    def _received(self, value: At, label: str, codec: Codec | None) -> tuple[PyTree, jax.Array]:
+    def _received(
+        self, value: At, label: str, codec: Codec | None, key: jax.Array | None
+    ) -> tuple[PyTree, jax.Array]:
         self._check_mine(value)
         if codec is not None:
-            value = self._run(Encode(codec), (value,), jax.random.key(0), fails=False)
+            value = self._run(Encode(codec), (value,), _key_of(codec, key), fails=False)
         rows, answered = self._gather(value)
         self._book("up", label, _row_bytes(rows), codec, answered)
         count(ROUND)
@@ -253,6 +269,16 @@ def _average(rows: Any, weights: Any) -> jax.Array:
     shares = jnp.asarray(weights, float) / jnp.sum(weights)
     rows = rows if jnp.issubdtype(rows.dtype, jnp.inexact) else rows.astype(float)
     return jnp.tensordot(shares.astype(rows.dtype), rows, axes=1)
+
+
+def _key_of(codec: Codec, key: jax.Array | None) -> jax.Array:
+    """The key that clients write with: any will do for a codec that draws nothing."""
+    if key is None and isinstance(codec, RandomCodec):
+        raise ValueError(
+            f"{type(codec).__name__} draws what it writes: give a key, a new one in every round, such as "
+            "`cohort.mean(value, label, codec=codec, key=key)`"
+        )
+    return jax.random.key(0) if key is None else key
 
 
 def _of_receiver(weights: jax.Array, given: jax.Array | None) -> jax.Array:

@@ -7,6 +7,7 @@ from fedbilevel.local.gradients import Assemble, Curvature, LowerGradient, OwnHy
 from fedbilevel.local.optimizer import SGD, Adam, Optimizer, PerBlock
 from fedbilevel.local.sketch import SRHT, Gaussian
 from fedbilevel.local.sketch_decoder import LinearSketch, SketchLasso
+from fedbilevel.local.submodel import Submodel
 from fedbilevel.local.work import Amount, Work
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "PerBlock",
     "SketchLasso",
     "SparseJL",
+    "Submodel",
     "UpperGradient",
     "Work",
 ]

@@ -12,6 +12,7 @@ import jax
 import jax.random as jr
 
 from fedbilevel.adjoint.neumann import Neumann
+from fedbilevel.fed.codec import Codec
 from fedbilevel.fed.loop import branch, repeat
 from fedbilevel.local.descent import Descent
 from fedbilevel.local.work import Amount, Work, amount, check_amounts, of_client
@@ -47,6 +48,10 @@ class Decoder(eqx.Module):
     @abc.abstractmethod
     def encode(self, me: Client, x: PyTree, y: PyTree, change: PyTree, shared: PyTree) -> PyTree:
         """`(∂y_m/∂x)ᵀ · change`, like x, at the decoded y."""
+
+    def codec(self, problem: Problem, clients: int) -> Codec | None:
+        """How a client writes `Δx` for the wire; None: as it is."""
+        return None
 
     @property
     def alike(self) -> bool:

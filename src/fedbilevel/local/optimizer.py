@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -81,6 +81,10 @@ class Raw(Optimizer):
     """An optax transformation as it is: it cannot be sent to another process."""
 
     rule: optax.GradientTransformation = eqx.field(static=True)
+    stays_here: ClassVar[str] = (
+        "a transformation of optax is a closure, which cannot travel to another process or into a file: "
+        "use fedbilevel.Adam(...) or fedbilevel.SGD(...) in its place"
+    )
 
     def transformation(self) -> optax.GradientTransformation:
         return self.rule

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from fedbilevel.adjoint.backward import When as When
+from fedbilevel.adjoint.backward import When
 from fedbilevel.fed.program import Program
 from fedbilevel.problem.oracle import Client
 from fedbilevel.tree import PyTree, scale, step, sub

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 
+from fedbilevel.fed.codec import Codec, Partial
 from fedbilevel.fed.ledger import Entry, count
 from fedbilevel.fed.loop import repeat
 from fedbilevel.local.decode import Decoder, check_positive
@@ -17,7 +18,16 @@ from fedbilevel.local.optimizer import Named
 from fedbilevel.local.work import check_count
 from fedbilevel.problem.base import Problem, ProblemError, objective
 from fedbilevel.problem.oracle import Client
-from fedbilevel.problem.submodel import Keep, Kernels, Ratios, best, kernels_in, own_ratio, ratios_setting
+from fedbilevel.problem.submodel import (
+    Keep,
+    Kernels,
+    Ratios,
+    best,
+    kernels_in,
+    own_ratio,
+    ratios_setting,
+    widths,
+)
 from fedbilevel.tree import PyTree, add, scale
 
 
@@ -33,8 +43,8 @@ class MaskNet(eqx.Module):
         sizes: how many kernels of each name there are.
         hidden: length of e and h.
 
-    Reference: S. Gao, F. Huang, Y. Zhang, H. Huang, Disentangled differentiable network pruning, ECCV 2022
-    (whose network has a recurrent layer in the place of W).
+    Reference: S. Gao, F. Huang, W. Cai, H. Huang, Network pruning via performance maximization, CVPR 2021,
+    which FedSep follows; the shape of the network is ours.
     """
 
     sizes: tuple[int, ...] = eqx.field(static=True)
@@ -133,6 +143,12 @@ class Submodel(Decoder):
             return None
         kernels = kernels_in(problem) if self.kernels is None else self.kernels
         return {"phi": self._phi(kernels, problem.y0), "rounds": jnp.zeros((), jnp.int32)}
+
+    def codec(self, problem: Problem, clients: int) -> Codec | None:
+        """Only kernels that a client holds change: what it sends is the sub-model (`full`: all of it)."""
+        kernels = kernels_in(problem) if self.kernels is None else self.kernels
+        ratios = widths(self.ratios, clients, self.ratio_seed)
+        return None if self.full else Partial(tuple(int(kernels.cost(own)["bytes"]) for own in ratios))
 
     def decode(self, me: Client, x: PyTree, start: PyTree, shared: PyTree) -> PyTree:
         kernels = self._kernels(me)

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
-from fedbilevel.adjoint.backward import Backward
+from fedbilevel.adjoint.backward import Backward, When
 from fedbilevel.fed.program import Program
-from fedbilevel.local.push_sum import When
 from fedbilevel.problem.oracle import Client
 from fedbilevel.tree import PyTree, add, row, scale, sub
 

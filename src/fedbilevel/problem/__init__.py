@@ -1,7 +1,9 @@
 """What is solved."""
 
 from fedbilevel.problem.base import Problem, ProblemError, compositional, minimax, single_level
+from fedbilevel.problem.classification import Classification
 from fedbilevel.problem.cleaning import DataCleaning
+from fedbilevel.problem.cnn4 import FourLayerCNN
 from fedbilevel.problem.constraint import Box, Positive, Simplex
 from fedbilevel.problem.convolution import ConvNet, TwoLayerCNN
 from fedbilevel.problem.fairness import AgnosticClients, FairClients
@@ -21,6 +23,8 @@ from fedbilevel.problem.personal import (
 from fedbilevel.problem.quadratic import Composition, Quadratic, Saddle
 from fedbilevel.problem.recurrent import CharLSTM
 from fedbilevel.problem.representation import HyperRepresentation
+from fedbilevel.problem.resnet import ResNet, ResNet18
+from fedbilevel.problem.submodel import Kernels
 
 __all__ = [
     "MLP",
@@ -28,14 +32,17 @@ __all__ = [
     "Box",
     "CharLSTM",
     "ClassWeights",
+    "Classification",
     "Client",
     "Composition",
     "ConvNet",
     "DataCleaning",
     "FairClients",
     "FewShot",
+    "FourLayerCNN",
     "HyperRepresentation",
     "Interpolation",
+    "Kernels",
     "Linear",
     "LossTuning",
     "Mixture",
@@ -47,6 +54,8 @@ __all__ = [
     "Problem",
     "ProblemError",
     "Quadratic",
+    "ResNet",
+    "ResNet18",
     "Saddle",
     "Simplex",
     "TwoLayerCNN",

@@ -8,8 +8,9 @@ import jax.random as jr
 
 from fedbilevel.problem.base import ProblemError
 from fedbilevel.problem.convolution import check_count, image_shape
+from fedbilevel.problem.image import pool
 from fedbilevel.problem.model import Dense, Shape
-from fedbilevel.problem.scaled import ScaledConvolution, check_norm, halve
+from fedbilevel.problem.scaled import ScaledConvolution, check_norm
 from fedbilevel.problem.submodel import Sliceable, held
 from fedbilevel.tree import PyTree
 
@@ -38,9 +39,10 @@ class FourLayerCNN(Sliceable):
     Reference: J. Li, H. Huang, FedSep, section 5.1.
 
     Example:
-        >>> parameters, shape = FourLayerCNN(filters=64).init(jr.key(0), (32, 32, 3))
-        >>> sum(leaf.size for leaf in jax.tree.leaves(parameters)), shape
-        (97866, (10,))
+        >>> model = FourLayerCNN(filters=64)
+        >>> shapes = jax.eval_shape(lambda key: model.init(key, (32, 32, 3))[0], jr.key(0))
+        >>> sum(leaf.size for leaf in jax.tree.leaves(shapes))
+        97866
     """
 
     outputs: int = eqx.field(static=True, default=10)
@@ -85,7 +87,7 @@ class FourLayerCNN(Sliceable):
     def __call__(self, parameters: PyTree, inputs: jax.Array) -> jax.Array:
         for place, (layer, own) in enumerate(zip(self._layers(), parameters["layers"], strict=True)):
             z = layer(own, inputs)
-            inputs = jax.nn.relu(halve(z) if place < self.pooled else z)
+            inputs = jax.nn.relu(pool(z) if place < self.pooled else z)
         return Dense(self.outputs)(parameters["head"], inputs)
 
     def axes(self) -> PyTree:

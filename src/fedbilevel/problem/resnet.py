@@ -79,9 +79,9 @@ class ResNet(Sliceable):
 
     Example:
         >>> small = ResNet(channels=(4, 8), blocks=(1, 1), width=0.5)
-        >>> parameters, shape = small.init(jr.key(0), (8, 8, 3))
-        >>> parameters["blocks"][1]["short"]["weight"].shape, small(parameters, jnp.ones((2, 8, 8, 3))).shape
-        ((1, 1, 2, 4), (2, 10))
+        >>> shapes = jax.eval_shape(lambda key: small.init(key, (8, 8, 3))[0], jr.key(0))
+        >>> shapes["blocks"][1]["short"]["weight"].shape
+        (1, 1, 2, 4)
     """
 
     outputs: int = eqx.field(static=True, default=10)
@@ -158,5 +158,9 @@ class ResNet(Sliceable):
 
 
 def ResNet18(outputs: int = 10, width: float = 1.0, norm: str = "group", scaled: bool = True) -> ResNet:
-    """ResNet-18 in the form for 32 × 32 images: 11,173,962 parameters with 10 outputs; see `ResNet`."""
+    """ResNet-18 in the form for 32 × 32 images: 11,173,962 parameters with 10 outputs; see `ResNet`.
+
+    Args:
+        outputs, width, norm, scaled: as for `ResNet`.
+    """
     return ResNet(outputs, width=width, norm=norm, scaled=scaled)

@@ -126,16 +126,3 @@ def _within_sample(
 def _within_batch(z: Float[Array, "samples height width channels"]) -> jax.Array:
     centred = z - jnp.mean(z, axis=(0, 1, 2))
     return centred * jax.lax.rsqrt(jnp.mean(centred**2, axis=(0, 1, 2)) + _SMALL)
-
-
-def halve(images: Float[Array, "samples height width channels"]) -> jax.Array:
-    """The largest of every 2 × 2 pixels; an odd last row or column is left out.
-
-    By pairs: the gradient of a maximum over axes looks for the entries that equal it, and divides by zero
-    where a compiler has rounded the entry in another way than the maximum.
-    """
-    count, height, width, channels = images.shape
-    whole = images[:, : height // 2 * 2, : width // 2 * 2]
-    squares = whole.reshape(count, height // 2, 2, width // 2, 2, channels)
-    rows = jnp.maximum(squares[:, :, 0], squares[:, :, 1])
-    return jnp.maximum(rows[:, :, :, 0], rows[:, :, :, 1])

@@ -141,7 +141,12 @@ def FedRolex(learn: Any, **options: Any) -> Heterogeneous:
 
 @decides("rule", "ratios")
 def Homogeneous(learn: Any, ratio: float = 1.0, **options: Any) -> Heterogeneous:
-    """FedAvg on a model of one width for all: 1 is the largest, 1/16 the smallest; the rest of y is zero."""
+    """FedAvg on a model of one width for all; the rest of y is zero: see `Heterogeneous`.
+
+    Args:
+        learn, **options: as for `Heterogeneous`.
+        ratio: ρ of all clients; in FedSep's table 1 is the "largest" and 1/16 the "smallest".
+    """
     return Heterogeneous(learn, Leading(), ratio, **options)
 
 
@@ -194,8 +199,12 @@ def Flash(learn: Any, warm_steps: int = 10, **options: Any) -> Heterogeneous:
     Simplified: the warm-up trains densely (the paper's clients already search a sparse model); the masks stay
     (its variant with masks that are fixed after the first stage).
 
-    Reference: S. Babakniya et al., Revisiting sparsity hunting in federated learning: why does sparsity
-    consensus matter?, TMLR 2023.
+    Args:
+        learn, **options: as for `Heterogeneous`.
+        warm_steps: steps of the warm-up.
+
+    Reference: S. Babakniya et al., Federated sparse training: lottery aware model compression for resource
+    constrained edge, arXiv:2208.13092, 2022.
     """
     check_count("warm_steps", warm_steps)
     return Heterogeneous(learn, Sensitive(warm_steps), **options)

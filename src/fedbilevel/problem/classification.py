@@ -1,0 +1,88 @@
+"""Plain classification: one model for everybody, and nothing above it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.random as jr
+
+from fedbilevel.problem.accuracy import Accuracy, Classifier, CrossEntropy, OnTable, check_classes, table
+from fedbilevel.problem.base import Problem
+from fedbilevel.problem.model import Model, Shape
+from fedbilevel.tree import PyTree
+
+
+class OfLowerModel(eqx.Module):
+    """`(x, y, inputs) ↦ logits` of a model whose parameters are y; x, whatever it is, does not matter."""
+
+    model: Model
+
+    def __call__(self, x: PyTree, y: PyTree, inputs: jax.Array) -> jax.Array:
+        return self.model(y, inputs)
+
+
+class InBlocks(eqx.Module):
+    """A classifier that looks at so many samples at a time: those of a whole table do not fit into memory.
+
+    A convolution needs some hundred numbers for every pixel of every sample that it looks at.
+    """
+
+    classifier: Classifier
+    samples: int = eqx.field(static=True, default=256)
+
+    def __call__(self, x: PyTree, y: PyTree, inputs: jax.Array) -> jax.Array:
+        def of_one(sample: jax.Array) -> jax.Array:
+            return self.classifier(x, y, sample[None])[0]
+
+        return jax.lax.map(of_one, inputs, batch_size=self.samples)
+
+
+def Classification(
+    model: Model,
+    *,
+    inputs: Shape,
+    classes: int,
+    penalty: float = 0.0,
+    test: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> Problem:
+    """Train a classifier y: `f = g =` its mean cross-entropy `+ (penalty/2)‖y‖²`; x is the empty tree `()`.
+
+    For methods that learn y alone (`CompressedFedAvg`, `FetchSGD`, `FedAvg` with `level="lower"`,
+    `HeteroFL`), and for `FedSep` with a decoder that makes y of an x of its own (`SketchLasso`). Samples are
+    dicts `{"inputs": (samples, *inputs), "labels": (samples,)}`.
+
+    Args:
+        model: its parameters are y; one logit a class.
+        inputs: the shape of one sample's inputs.
+        classes: how many labels there are.
+        penalty: of all parameters, biases included.
+        test: columns `inputs` and `labels`: gives the metrics `test_accuracy` and `test_loss` of y.
+        seed: draws the parameters to start from.
+        **options: as for `Problem`; `client_metrics` is the clients' `accuracy` unless given.
+
+    Example:
+        >>> from fedbilevel.problem.model import MLP
+        >>> from fedbilevel.tree import size
+        >>> problem = Classification(MLP((200, 10)), inputs=(28, 28, 1), classes=10)
+        >>> size(problem.x0), size(problem.y0)
+        (0, 159010)
+    """
+    y0, outputs = model.init(jr.key(seed), inputs)
+    check_classes(outputs, classes, "model")
+    loss, classifier = CrossEntropy(OfLowerModel(model), penalty), InBlocks(OfLowerModel(model))
+    metrics = {} if test is None else _metrics(classifier, table(test, inputs, classes))
+    measures: dict[str, Any] = {"metrics": metrics, "client_metrics": {"accuracy": Accuracy(classifier)}}
+    return Problem(loss, loss, (), y0, **measures | options)
+
+
+def _metrics(classifier: Classifier, test: PyTree) -> dict[str, OnTable]:
+    """What is measured on all test samples."""
+    return {
+        "test_accuracy": OnTable(Accuracy(classifier), test),
+        "test_loss": OnTable(CrossEntropy(classifier), test),
+    }

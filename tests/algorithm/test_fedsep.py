@@ -1,0 +1,234 @@
+"""FedSep: closed forms of its round, cohorts, what clients keep, and what it costs."""
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.algorithm.fedsep import FedSep
+from fedbilevel.local import EachDecoder, GradientDecoder, LinearSketch, SketchLasso
+
+N, DX, DY, LR = 4, 3, 5, 0.05
+ACCURATE = {"lower_lr": 0.4, "lower_steps": 400, "terms": 400, "adjoint_lr": 0.25}
+
+
+def drawn():
+    return fb.Quadratic.random(jr.key(5), N, DX, DY)
+
+
+def solved(algorithm, steps=1, **options):
+    known = drawn()
+    return fb.solve(problem_of(known), known.clients(**options), algorithm, steps, every=steps)
+
+
+def distance(x, y, samples):
+    """f_i, which does not look at x, whatever its shape: `½ (y − c_i)ᵀD_i(y − c_i)`."""
+    gap = y - samples["c"]
+    return jnp.mean(jnp.einsum("si,sij,sj->s", gap, samples["D"], gap)) / 2
+
+
+def problem_of(known, y0=(0.0,) * DY):
+    return fb.Problem(distance, known.problem(metrics={}).lower, jnp.ones(DX), jnp.asarray(y0, float))
+
+
+def of_client(known, i, x):
+    """h_i(x) = f_i(y_i*(x)), from the definitions."""
+    gap = jnp.linalg.solve(known.A[i], known.B[i] @ x + known.b[i]) - known.c[i]
+    return gap @ known.D[i] @ gap / 2
+
+
+def closed_form(known, i, x, steps):
+    """Δx_i = −η B_iᵀA_i⁻¹ Σ_{j<I} (I − ηD_i)^j D_i (y_i* − c_i)."""
+    A, B, b, D, c = (np.asarray(getattr(known, name)[i]) for name in "ABbDc")
+    slope = D @ (np.linalg.solve(A, B @ x + b) - c)
+    total = sum(np.linalg.matrix_power(np.eye(DY) - LR * D, j) @ slope for j in range(steps))
+    return -LR * B.T @ np.linalg.solve(A, total)
+
+
+@pytest.mark.usefixtures("float64")
+def test_one_learning_step_is_one_gradient_step_on_h():
+    known = drawn()
+    slopes = [jax.grad(lambda x, i=i: of_client(known, i, x))(jnp.ones(DX)) for i in range(N)]
+    run = solved(FedSep(GradientDecoder(**ACCURATE), fb.SGD(LR), learn_steps=1, server_lr=0.7))
+    np.testing.assert_allclose(run.x, 1 - 0.7 * LR * np.mean(slopes, axis=0), rtol=0, atol=1e-12)
+    assert np.linalg.norm(run.x - 1) > 1e-3
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("steps", [1, 2, 5, 10])
+def test_many_learning_steps_are_the_closed_form(steps):
+    known, x = drawn(), np.ones(DX)
+    for _ in range(3):
+        x = x + np.mean([closed_form(known, i, x, steps) for i in range(N)], axis=0)
+    run = solved(FedSep(GradientDecoder(**ACCURATE), fb.SGD(LR), learn_steps=steps), 3)
+    np.testing.assert_allclose(run.x, x, rtol=0, atol=1e-9)
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_short_series_is_another_method():
+    known, ones = drawn(), np.ones(DX)
+    right = np.mean([closed_form(known, i, ones, 2) for i in range(N)], axis=0)
+    rough = GradientDecoder(**ACCURATE | {"terms": 1})
+    found = solved(FedSep(rough, fb.SGD(LR), learn_steps=2)).x - 1
+    assert np.linalg.norm(found - right) > 1e-2 * np.linalg.norm(right)
+
+
+@pytest.mark.usefixtures("float64")
+def test_steps_of_ones_own_and_cohorts():
+    known, steps = drawn(), (1, 4, 2, 3)
+    algorithm = FedSep(GradientDecoder(**ACCURATE), fb.SGD(LR), learn_steps=steps, cohort=2)
+    fed = fb.Simulator().federation(problem_of(known), known.clients())
+    for number in range(3):
+        key = jr.key(number)
+        ids = np.asarray(fed.cohort(jr.split(key)[0], 2).ids)
+        state, _ = algorithm.step(fed, algorithm.init(fed, jr.key(9)), key)
+        expected = np.mean([closed_form(known, i, np.ones(DX), steps[i]) for i in ids], axis=0)
+        np.testing.assert_allclose(state.x, 1 + expected, rtol=0, atol=1e-12)
+
+
+# ------------------------------------------------------------------ what clients keep
+
+
+def decoded(known, i, x, y, steps, lr=0.1):
+    A, B, b = (np.asarray(getattr(known, name)[i]) for name in "ABb")
+    for _ in range(steps):
+        y = y - lr * (A @ y - B @ x - b)
+    return y
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("start", ["warm", "cold"])
+def test_a_warm_client_goes_on_where_its_own_last_decoding_ended(start):
+    known, decoder = drawn(), GradientDecoder(0.1, 2, 3, start=start)
+    algorithm = FedSep(decoder, fb.SGD(LR), learn_steps=1, cohort=2)
+    fed = fb.Simulator().federation(problem_of(known), known.clients())
+    state, own = algorithm.init(fed, jr.key(0)), np.zeros((N, DY))
+    for number in range(6):
+        ids, x = np.asarray(fed.cohort(jr.split(jr.key(number))[0], 2).ids), np.asarray(state.x)
+        state, _ = algorithm.step(fed, state, jr.key(number))
+        for i in ids:
+            begin = own[i] if start == "warm" else np.zeros(DY)
+            own[i] = decoded(known, i, x, begin, 2)
+        np.testing.assert_allclose(state.y.value, own, rtol=0, atol=1e-12)
+        if start == "warm":
+            np.testing.assert_allclose(state.memory.value, own, rtol=0, atol=1e-12)
+        else:
+            assert state.memory is None
+
+
+# ------------------------------------------------------------------ sketches
+
+
+def matrix(decoder, d=DY):
+    """The decoder's sketch as a matrix."""
+    sketch = decoder.kind()
+    stored = sketch.stored(d, jnp.result_type(float))
+    return np.stack([np.asarray(sketch.apply(row, stored)) for row in jnp.eye(d)], axis=1)
+
+
+def change_of_y(known, i, y, steps=2):
+    """By how much a client's learning steps move y (f does not see x)."""
+    D, c = np.asarray(known.D[i]), np.asarray(known.c[i])
+    own = y
+    for _ in range(steps):
+        own = own - LR * D @ (own - c)
+    return own - y
+
+
+Y0 = np.array([0.3, -1.0, 0.5, 2.0, -0.2])
+
+
+def sketched(decoder, steps, **options):
+    known, algorithm = drawn(), FedSep(decoder, fb.SGD(LR), learn_steps=2, **options)
+    return fb.solve(problem_of(known, Y0), known.clients(), algorithm, steps)
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_linear_sketch_moves_in_the_span_of_its_rows():
+    decoder, known = LinearSketch(3), drawn()
+    S = matrix(decoder)
+    omega, inverse = S @ Y0, np.linalg.pinv(S)
+    for _ in range(3):
+        y = Y0 + inverse @ (omega - S @ Y0)
+        omega = omega + np.mean([inverse.T @ change_of_y(known, i, y) for i in range(N)], axis=0)
+    run = sketched(decoder, 3)
+    np.testing.assert_allclose(run.x, omega, rtol=0, atol=1e-9)
+    np.testing.assert_allclose(run.y, Y0 + inverse @ (omega - S @ Y0), rtol=0, atol=1e-9)
+
+
+@pytest.mark.usefixtures("float64")
+def test_with_a_decoder_for_each_kind_of_client_it_is_the_mean_of_their_own_changes():
+    kinds, assignment, known = (LinearSketch(3, seed=1), LinearSketch(3, seed=2)), (0, 1, 1, 0), drawn()
+    S = [matrix(kind) for kind in kinds]
+    omega = S[0] @ Y0  # the first decoder's
+    for _ in range(2):
+        total = []
+        for i, kind in enumerate(assignment):
+            inverse = np.linalg.pinv(S[kind])
+            y = Y0 + inverse @ (omega - S[kind] @ Y0)
+            total.append(inverse.T @ change_of_y(known, i, y))
+        omega = omega + np.mean(total, axis=0)
+    run = sketched(EachDecoder(kinds, assignment), 2)
+    np.testing.assert_allclose(run.x, omega, rtol=0, atol=1e-9)
+    alone = sketched(kinds[0], 2)
+    assert np.linalg.norm(alone.x - omega) > 1e-3, "the assignment does not matter"
+
+
+@pytest.mark.usefixtures("float64")
+def test_the_first_model_is_the_problems_own():
+    """Decoded as an offset, `ω₁ = Sθ₀` gives θ₀ itself: a network that is alive."""
+    decoder = SketchLasso(2, 0.01)
+    known = drawn()
+    fed = fb.Simulator().federation(problem_of(known, Y0), known.clients())
+    state = FedSep(decoder, fb.SGD(LR)).init(fed, jr.key(0))
+    np.testing.assert_allclose(state.y, Y0, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(state.x, matrix(decoder) @ Y0, rtol=0, atol=1e-12)
+
+
+def draws_in_a_step(algorithm, problem, clients):
+    """How often normal numbers are drawn in the program of one step."""
+    fed = fb.Simulator().federation(problem, clients)
+    state = algorithm.init(fed, jr.key(0))
+    program = jax.make_jaxpr(lambda state, key: algorithm.step(fed, state, key)[0].x)(state, jr.key(0))
+    return str(program).count("erf_inv")
+
+
+def test_the_sketch_is_made_once_and_not_in_every_step():
+    known = drawn()
+    problem = problem_of(known)
+    plain = FedSep(SketchLasso(2, 0.01), fb.SGD(LR))
+    made = plain.on(problem)
+    assert made.shared.stored.shape == (2, DY)
+    np.testing.assert_allclose(made.shared.stored, matrix(SketchLasso(2, 0.01)), rtol=0, atol=1e-6)
+    assert made.on(problem).shared is made.shared, "made again"
+    assert draws_in_a_step(plain, problem, known.clients()) > 0
+    assert draws_in_a_step(made, problem, known.clients()) == 0
+
+
+# ------------------------------------------------------------------ cost, mistakes
+
+
+def test_what_a_round_costs():
+    spent = solved(FedSep(GradientDecoder(0.1, 3, 2), fb.SGD(LR), learn_steps=4, cohort=3), 2).ledger
+    assert spent.rounds == 2
+    assert spent.up == spent.down == {"x": 2 * 3 * 4 * DX}
+    assert spent.calls == {kind: 2 * 3 * n for kind, n in {"g_y": 3, "f_y": 4, "g_yy": 2, "g_xy": 1}.items()}
+
+
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_of_a_sketch_only_its_own_numbers_travel(p):
+    for decoder in (SketchLasso(p, 0.01), LinearSketch(p)):
+        spent = sketched(decoder, 2).ledger
+        assert spent.up == spent.down == {"x": 2 * N * 4 * p}
+        assert spent.calls == {"f_y": 2 * N * 2}
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ValueError, match="learn_steps"):
+        FedSep(LinearSketch(2), fb.SGD(LR), learn_steps=0)
+    with pytest.raises(ValueError, match="learn_steps has 2 numbers, but there are 4 clients"):
+        solved(FedSep(GradientDecoder(0.1, 1, 1), fb.SGD(LR), learn_steps=(1, 2)))
+    with pytest.raises(ValueError, match="a sketch of size 6 of a vector of 5 numbers would be larger"):
+        sketched(LinearSketch(6), 1)
