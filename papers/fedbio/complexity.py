@@ -4,7 +4,7 @@ For a ladder of ε every method runs with the batch size, period, number of term
 theorem prescribes for that ε (constants are chosen once, for the first rung), until the mean of `‖∇h(x)‖²`
 over its iterates is at most ε. Then `log cost = slope · log ε + constant` is fitted by least squares:
 
-    python papers/fedbio/complexity.py              # five rungs, three seeds: a few minutes
+    python papers/fedbio/complexity.py              # five rungs, three seeds: six minutes of one core
     python papers/fedbio/complexity.py --rungs 3    # a shorter one
 
 A theorem bounds the cost from above: a slope that is no steeper than the paper's agrees with it. As long as a
