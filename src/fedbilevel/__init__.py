@@ -8,6 +8,7 @@ A run is one call:
 
 from fedbilevel import adjoint, algorithm, data, engine, fed, local, problem, theory, tree
 from fedbilevel.algorithm import (
+    DSFL,
     MRBO,
     PDBO,
     QFFL,
@@ -23,9 +24,11 @@ from fedbilevel.algorithm import (
     FedBiOAcc,
     FedBiOAccLocal,
     FedBiOLocal,
+    FedDF,
     FedDST,
     FedEM,
     FederatedDropout,
+    FedET,
     FedNest,
     FedNestSGD,
     FedProx,
@@ -86,6 +89,7 @@ from fedbilevel.problem import (
     ResNet,
     ResNet18,
     Saddle,
+    ServerModel,
     Simplex,
     TwoLayerCNN,
     WeightedMixture,
@@ -97,6 +101,7 @@ from fedbilevel.problem import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "DSFL",
     "MLP",
     "MRBO",
     "PDBO",
@@ -128,8 +133,10 @@ __all__ = [
     "FedBiOAcc",
     "FedBiOAccLocal",
     "FedBiOLocal",
+    "FedDF",
     "FedDST",
     "FedEM",
+    "FedET",
     "FedNest",
     "FedNestSGD",
     "FedProx",
@@ -170,6 +177,7 @@ __all__ = [
     "ResNet18",
     "Result",
     "Saddle",
+    "ServerModel",
     "Simplex",
     "Simulator",
     "SketchLasso",

@@ -273,7 +273,12 @@ def test_the_derivative_as_if_a_node_had_no_neighbours():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: HGP(-1), "terms is -1; it must be at least 0"),
+        (lambda: HGP(-1), "terms is -1; it must be a whole number of at least 0"),
+        (lambda: HGP(True), "terms is True; it must be a whole number"),
+        (
+            lambda: HGP(3, alpha=0.5),
+            r"alpha is 0\.5 and beta 0\.0, which plain hypergradient push does not have",
+        ),
         (lambda: VRHGP(3, alpha=1.5), r"alpha is 1\.5; it must lie between 0 and 1"),
         (lambda: VRHGP(3, beta=-0.1), r"beta is -0\.1; it must lie between 0 and 1"),
     ],

@@ -232,3 +232,33 @@ def test_mistakes_are_named():
         solved(FedSep(GradientDecoder(0.1, 1, 1), fb.SGD(LR), learn_steps=(1, 2)))
     with pytest.raises(ValueError, match="a sketch of size 6 of a vector of 5 numbers would be larger"):
         sketched(LinearSketch(6), 1)
+
+
+def test_x_stays_where_it_may_be():
+    """From the start; a sketch of y is no x that the problem knows, and stays as it is."""
+    known, bounds = drawn(), (0.2, 0.9)
+    open_problem = problem_of(known)
+    bounded = fb.Problem(
+        distance, open_problem.lower, open_problem.x0, open_problem.y0, constraint=fb.Box(*bounds)
+    )
+    method = FedSep(GradientDecoder(0.1, 3, 2), fb.SGD(LR), server_lr=100.0)
+    seen = []
+    fb.solve(
+        bounded, known.clients(), method, 2, every=1, callback=lambda now: seen.append(np.asarray(now.x))
+    )
+    np.testing.assert_array_equal(seen[0], np.full(DX, np.float32(0.9)))
+    assert all(np.all((x >= np.float32(0.2)) & (x <= np.float32(0.9))) for x in seen)
+    assert np.any(seen[-1] != seen[0])
+    sketch = FedSep(LinearSketch(2), fb.SGD(LR))
+    np.testing.assert_array_equal(
+        *(fb.solve(p, known.clients(), sketch, 1).x for p in (bounded, open_problem))
+    )
+
+
+def test_an_automatic_server_step_is_what_the_decoder_says():
+    auto, given = (
+        solved(FedSep(LinearSketch(2), fb.SGD(LR), server_lr=rate), 2) for rate in ("auto", DY / 2)
+    )
+    np.testing.assert_array_equal(auto.x, given.x)
+    with pytest.raises(ValueError, match="a step size is 'fast'"):
+        FedSep(LinearSketch(2), fb.SGD(LR), server_lr="fast")

@@ -329,3 +329,24 @@ def test_mistakes_are_explained(settings, message):
 def test_networks_and_numbers_that_do_not_fit_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         fb.PDBO(**SHORT | settings).among(N)
+
+
+def test_an_adjoint_is_no_name():
+    with pytest.raises(TypeError, match="adjoint is 'hgp'; give one such as"):
+        fb.PDBO(links.Ring(), **SHORT | {"adjoint": "hgp"})
+
+
+def test_silent_nodes_are_refused_where_anything_is_mixed():
+    """Nodes that solve for themselves may fall silent; what they mix may not get lost."""
+    silent = dataclasses.replace(federation(), dropout=0.1)
+
+    def shapes(**settings):
+        method = fb.PDBO(links.Ring(), **SHORT | settings).among(N)
+        return jax.eval_shape(
+            lambda key: method.step(silent, method.init(silent, key), key)[0].time, jr.key(0)
+        )
+
+    for mixing in ({}, {"local": True, "consensus": True}):
+        with pytest.raises(ValueError, match=r"dropout is 0\.1"):
+            shapes(**mixing)
+    assert shapes(local=True).shape == ()

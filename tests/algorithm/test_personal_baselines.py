@@ -331,6 +331,12 @@ def test_fedem_over_links_mixes_with_neighbours(mixture):
     )
 
 
+def test_fedem_over_links_refuses_silent_clients_whose_models_would_be_lost(mixture):
+    problem, clients, _ = mixture
+    with pytest.raises(ValueError, match=r"dropout is 0\.1, but where clients mix with their neighbours"):
+        fb.solve(problem, clients, fb.FedEM(0.5, links=fb.links.Ring()), 1, engine=fb.Simulator(dropout=0.1))
+
+
 def test_fedem_leaves_the_weights_of_a_client_that_was_not_asked(mixture):
     problem, clients, _ = mixture
     result = fb.solve(problem, clients, fb.FedEM(0.5, cohort=1), 1)

@@ -13,6 +13,7 @@ from algorithm.nodes import DX, DY, LR, UNEVEN, N, Running, drawn, federation, g
 from fedbilevel import links
 from fedbilevel.adjoint.push import receiving_weights
 from fedbilevel.algorithm.sgp import PushSum, first_lower, step_keys
+from fedbilevel.fed.network import check_links
 from fedbilevel.local.push_sum import ReceivingWeights
 from fedbilevel.problem.quadratic import lower_objective, upper_objective
 
@@ -222,3 +223,21 @@ def test_networks_that_cannot_work_are_refused_before_the_run(kind, message):
 def test_when_is_before_or_after():
     with pytest.raises(ValueError, match='when is \'during\'; it must be "before" or "after"'):
         fb.SGP(links.Ring(), LR, when="during")
+
+
+@pytest.mark.parametrize("wrong", ["Complete", None, links.Complete])
+def test_links_must_be_links(wrong):
+    with pytest.raises(TypeError, match=r"links is .*; it must say who hears whom, such as"):
+        check_links(wrong)
+
+
+def test_silent_nodes_are_refused_since_their_mass_would_be_lost():
+    q = drawn()
+    with pytest.raises(ValueError, match=r"dropout is 0\.1, but where clients mix with their neighbours"):
+        fb.solve(q.problem(), q.clients(), fb.SGP(STOD, LR), 1, engine=fb.Simulator(dropout=0.1))
+
+
+def test_x_starts_where_it_may_be():
+    problem = drawn().problem(metrics={}, constraint=fb.Box(-0.5, 0.5))
+    result = fb.solve(problem, drawn().clients(), fb.SGP(STOD, LR), 0)
+    np.testing.assert_array_equal(result.x, np.full((N, DX), 0.5))

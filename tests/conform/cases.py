@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 import fedbilevel as fb
 from conform.every_verb import EveryVerb
+from problem import narrow
 
 CLIENTS = 3
 
@@ -70,6 +71,11 @@ def mixture() -> tuple[fb.Problem, fb.Clients]:
     return known, fb.Clients({"inputs": inputs, "labels": labels})
 
 
+def sliced() -> tuple[fb.Problem, fb.Clients]:
+    """A model of which clients hold parts."""
+    return narrow.problem(), narrow.clients(CLIENTS, batch_size=2)
+
+
 RATES: dict[str, Any] = {"upper_lr": 0.1, "lower_lr": 0.2}
 SERIES: dict[str, Any] = RATES | {"terms": 4, "smoothness": 4.0}
 THREE: dict[str, Any] = RATES | {"adjoint_lr": 0.15}
@@ -122,6 +128,35 @@ CASES = {
     "FedEM": Case(mixture, lambda: fb.FedEM(0.2, steps=2, cohort=2), variant=True),
     "FedEM-links": Case(
         mixture, lambda: fb.FedEM(0.2, links=fb.links.Given(jnp.roll(jnp.eye(CLIENTS), 1, 0))), variant=True
+    ),
+    "FedSep": Case(bilevel, lambda: fb.FedSep(fb.SketchLasso(3, 0.01), fb.SGD(0.05), learn_steps=2)),
+    "FedSep-gradient": Case(
+        bilevel_batches,
+        lambda: fb.FedSep(fb.GradientDecoder(0.2, 2, 2), fb.SGD(0.05), learn_steps=(1, 3, 2), cohort=2),
+        variant=True,
+    ),
+    "CompressedFedAvg": Case(
+        bilevel_batches,
+        lambda: fb.CompressedFedAvg(fb.SGD(0.05), codec="topk", size=2, cohort=2),
+        variant=True,
+    ),
+    "CompressedFedAvg-random": Case(
+        bilevel,
+        lambda: fb.CompressedFedAvg(fb.SGD(0.05), codec="random", size=2, feedback=False, server_lr=0.3),
+        variant=True,
+    ),
+    "CompressedFedAvg-quantized": Case(
+        bilevel, lambda: fb.CompressedFedAvg(fb.SGD(0.05), codec="quantized", size=4), variant=True
+    ),
+    "FetchSGD": Case(
+        bilevel, lambda: fb.FetchSGD(fb.SGD(0.05), 2, rows=3, columns=5, k=2, server_lr=0.1), variant=True
+    ),
+    "FedSep-submodel": Case(
+        sliced,
+        lambda: fb.FedSep(
+            fb.Submodel((1.0, 0.5, 0.25), mask_steps=2), fb.SGD(0.1), learn_steps=(1, 2, 1), cohort=2
+        ),
+        variant=True,
     ),
     "every-verb": Case(bilevel, lambda: EveryVerb(0.1, cohort=2)),
 }

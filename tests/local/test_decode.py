@@ -297,3 +297,6 @@ def test_mistakes_are_explained(case):
 def test_a_step_size_just_below_the_bound_is_taken():
     bound = made(LASSO()).bound
     made(LASSO(lower_lr=1.99 / float(bound)))
+    made(LASSO(lower_lr=1 / float(bound), method="fista"))
+    with pytest.raises(ValueError, match="steps by 'fista' may diverge from 1/‖S‖² ="):
+        made(LASSO(lower_lr=1.5 / float(bound), method="fista"))

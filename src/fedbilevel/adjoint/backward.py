@@ -48,7 +48,7 @@ class AdjointStart(Program):
 
 
 class Backward(Program):
-    """`(x, y, w, v, vectors, received) ↦ (v, vectors)`: one step of the adjoint recursion.
+    """`(x, y, w, v, vectors, c, received, again) ↦ (v, vectors)`: one step of the adjoint recursion.
 
     `vectors` has leading axes (kinds, targets): kinds are u, or u and w̃ where variance is reduced,
 
@@ -63,7 +63,7 @@ class Backward(Program):
         keep: a.
         renew: b.
         when: where the lower level's gradient step is.
-        fresh: a batch of its own for J, and `received` of its own: then the last value.
+        fresh: a batch of its own for J, and messages of its own: `again`, which else is `received`.
     """
 
     lr: Any

@@ -67,6 +67,7 @@ class PushAdjoint(eqx.Module):
             for comparison: they do not descend on the mean cost.
         back: "debiased": what arrives, weighed by the receiver (needs links both ways); "reversed": the
             sender's weights of the opposite link (needs undirected links, exact where these are fixed).
+        reduced: whether w̃ is carried and sent beside u (VR-HGP); without, (a, b) must be (1, 0).
 
     Cost a node and round: one g_xy and g_yy each (VR-HGP: two), on one batch if shared; a message of d_y
     scalars (VR-HGP: 2d_y) a link. Independent edges where the lower level steps before sending: two messages.
@@ -84,8 +85,14 @@ class PushAdjoint(eqx.Module):
     reduced: bool = eqx.field(static=True, default=False)
 
     def __check_init__(self) -> None:
-        if self.terms < 0:
-            raise ValueError(f"terms is {self.terms}; it must be at least 0")
+        if type(self.terms) is not int or self.terms < 0:
+            raise ValueError(f"terms is {self.terms!r}; it must be a whole number of at least 0")
+        numbers = [value for value in (self.alpha, self.beta) if isinstance(value, int | float)]
+        if not self.reduced and len(numbers) == 2 and numbers != [1, 0]:
+            raise ValueError(
+                f"alpha is {self.alpha} and beta {self.beta}, which plain hypergradient push does not have; "
+                "they are of VRHGP"
+            )
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {allowed}")

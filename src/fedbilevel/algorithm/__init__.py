@@ -4,6 +4,7 @@ from fedbilevel.algorithm.base import Algorithm, CannotRunError
 from fedbilevel.algorithm.baseline.clustered import ClusteredFL
 from fedbilevel.algorithm.baseline.commfedbio import CommFedBiO
 from fedbilevel.algorithm.baseline.compressed import CompressedFedAvg, FetchSGD
+from fedbilevel.algorithm.baseline.distillation import DSFL, Distillation, FedDF, FedET
 from fedbilevel.algorithm.baseline.fedavg import FedAvg, FedAvgS
 from fedbilevel.algorithm.baseline.fedavg_plus import FedAvgPlus
 from fedbilevel.algorithm.baseline.fedem import FedEM
@@ -31,6 +32,7 @@ from fedbilevel.algorithm.pdbo import PDBO
 from fedbilevel.algorithm.sgp import SGP
 
 __all__ = [
+    "DSFL",
     "ITD",
     "MRBO",
     "PDBO",
@@ -41,6 +43,7 @@ __all__ = [
     "ClusteredFL",
     "CommFedBiO",
     "CompressedFedAvg",
+    "Distillation",
     "FedAvg",
     "FedAvgPlus",
     "FedAvgS",
@@ -48,8 +51,10 @@ __all__ = [
     "FedBiOAcc",
     "FedBiOAccLocal",
     "FedBiOLocal",
+    "FedDF",
     "FedDST",
     "FedEM",
+    "FedET",
     "FedNest",
     "FedNestSGD",
     "FedProx",

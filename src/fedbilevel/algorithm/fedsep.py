@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 import jax.random as jr
 
-from fedbilevel.algorithm.base import Algorithm, Info, Rate, check_lengths, rate
+from fedbilevel.algorithm.base import Algorithm, Info, check_lengths, rate
 from fedbilevel.algorithm.fedbio import copies
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.loop import branch, repeat
@@ -32,11 +32,11 @@ class Separated(NamedTuple):
     memory: Kept | None
 
 
-class PublicClient(NamedTuple):
-    """What a decoder sees of a client where it needs none of its data."""
+class PublicClient(Client):
+    """What a decoder sees of a client where it needs none of its data: it has none, and no key."""
 
-    problem: Problem
-    id: int = 0
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.id = problem, 0
 
 
 class Learn(eqx.Module):
@@ -87,6 +87,10 @@ class EachDecodeLearnEncode(Program):
         return branch(of_client(self.decoders.assignment, me.id), rounds), (), ()
 
 
+def _rate_or_auto(value: Any) -> Any:
+    return value if isinstance(value, str) and value == "auto" else rate(value)
+
+
 class FedSep(Algorithm[Separated]):
     """Clients decode what travels, x, to what learns, y; learn; and encode what they learnt.
 
@@ -103,7 +107,8 @@ class FedSep(Algorithm[Separated]):
         decoder: how x and y are joined: `GradientDecoder`, `SketchLasso`, `LinearSketch`, `Submodel`.
         learn: the optimiser of a client's learning steps (`fedbilevel.SGD(0.1)`, or one of optax).
         learn_steps: I; a number, or a tuple with one for each client.
-        server_lr: η_g; a number or an optax schedule of the round.
+        server_lr: η_g; a number, an optax schedule of the round, or "auto": what the decoder says. Of a
+            sketch it is d/p: only a p/d-th of what clients learn survives encoding and decoding.
         cohort: clients in a round; None: all.
         shared: what everybody makes from the decoder's seed, such as a stored sketch; None: made when it
             runs.
@@ -111,14 +116,15 @@ class FedSep(Algorithm[Separated]):
     Cost a round and client: one exchange, d_x scalars each way; I calls of f_y, and what the decoder asks of
     g.
 
-    Reference: J. Li, H. Huang, FedSep: separating communication and learning in federated learning,
-    algorithm 1 (whose encoder is −∂y/∂x, and whose server subtracts: the same).
+    Reference: J. Li, H. Huang, Resolving the tug-of-war: a separation of communication and learning in
+    federated learning, NeurIPS 2023, algorithm 1 (whose encoder is −∂y/∂x, and whose server subtracts: the
+    same).
     """
 
     decoder: Decoder
     learn: Optimizer = eqx.field(converter=optimizer)
     learn_steps: Amount = eqx.field(static=True, converter=amount, default=5)
-    server_lr: Rate = eqx.field(converter=rate, default=1.0)
+    server_lr: Any = eqx.field(converter=_rate_or_auto, default=1.0)
     cohort: int | None = eqx.field(static=True, default=None)
     shared: PyTree = None
 
@@ -127,7 +133,9 @@ class FedSep(Algorithm[Separated]):
 
     def on(self, problem: Problem) -> FedSep:
         made = self.decoder.shared(problem) if self.shared is None else self.shared
-        return dataclasses.replace(self, shared=made)
+        auto = isinstance(self.server_lr, str)  # an array has no truth value
+        server_lr = self.decoder.server_lr(problem) if auto else self.server_lr
+        return dataclasses.replace(self, shared=made, server_lr=server_lr)
 
     def init(self, fed: Federation, key: jax.Array) -> Separated:
         check_lengths(self, fed.n)
@@ -146,19 +154,19 @@ class FedSep(Algorithm[Separated]):
 
     def _decoded(self, fed: Federation, x: PyTree, shared: PyTree) -> PyTree:
         """What everybody decodes x to, by the server, for those who look at the run."""
-        anybody: Any = PublicClient(fed.problem)
-        return self.decoder.decode(anybody, x, fed.problem.y0, shared)
+        return self.decoder.decode(PublicClient(fed.problem), x, fed.problem.y0, shared)
 
     def step(self, fed: Federation, state: Separated, key: jax.Array) -> tuple[Separated, Info]:
         k_cohort, k_round = jr.split(key)
         cohort = fed.cohort(k_cohort, self.cohort)
-        shared = self.on(fed.problem).shared
+        ready = self.on(fed.problem)
+        shared, server_lr = ready.shared, ready.server_lr
         memory = cohort.agreed(()) if state.memory is None else cohort.take(state.memory)
         rounds: Any = EachDecodeLearnEncode if self._differ else DecodeLearnEncode
         program = rounds(self.decoder, Learn(self.learn, self.learn_steps))
         out = cohort.run(program, cohort.send(state.x, "x"), cohort.agreed(shared), memory, key=k_round)
         change = cohort.mean(out[0], "x", codec=self.decoder.codec(fed.problem, fed.n))
-        x = add(state.x, scale(self.server_lr, change))
+        x = self.decoder.allowed(fed.problem, add(state.x, scale(server_lr, change)))
         y = self._decoded(fed, x, shared) if self.decoder.alike else cohort.put(state.y, out[1])
         kept = None if state.memory is None else cohort.put(state.memory, out[2])
         return Separated(x, y, kept), {}

@@ -16,7 +16,7 @@ from fedbilevel.algorithm.base import Algorithm, Info, Rate, rate
 from fedbilevel.algorithm.fedbio import copies
 from fedbilevel.algorithm.sgp import Lower, PushSum, first_lower, rates_of_steps
 from fedbilevel.fed.federation import Federation
-from fedbilevel.fed.network import Links, Network, check_push_sum
+from fedbilevel.fed.network import Links, Network, check_all_answer, check_links, check_push_sum
 from fedbilevel.fed.place import At, Kept
 from fedbilevel.fed.program import Program
 from fedbilevel.local.optimizer import Optimizer, optimizer
@@ -80,7 +80,8 @@ class PDBO(Algorithm[PersonalState]):
 
     A step: M rounds of hypergradient push at the point the lower level has reached; a step of every node's
     optimiser on its x_i; T steps of stochastic gradient push under the new x. The start runs T steps under
-    x0, so the first row of a history is the network at the initial hyperparameters.
+    x0, so the first row of a history is the network at the initial hyperparameters. Every node counts alike,
+    whatever the weights of `Clients` say.
 
     Args:
         links: who hears whom (`fedbilevel.links`).
@@ -131,8 +132,13 @@ class PDBO(Algorithm[PersonalState]):
             )
         if (self.alpha is None) != (self.beta is None):
             raise ValueError(f"alpha is {self.alpha} and beta {self.beta}; give both, or None for both (HGP)")
+        check_links(self.links)
         PushSum(self.links, self.when)
         adjoint = self._adjoint()
+        if not hasattr(adjoint, "hypergradient"):
+            raise TypeError(
+                f"adjoint is {adjoint!r}; give one such as fedbilevel.adjoint.HGP(terms), or None"
+            )
         if self.local and getattr(adjoint, "outer", None) != "local":
             raise ValueError(
                 "with local=True nodes solve their own lower level, which asks nobody: "
@@ -224,6 +230,7 @@ class PDBO(Algorithm[PersonalState]):
 
     def _agreed(self, fed: Federation, upper: Upper, moved: At, time: Any, key: jax.Array) -> Upper:
         """x after a step, mixed with the neighbours': push-sum with a weight of its own."""
+        check_all_answer(fed)
         everyone = fed.everyone
         sent = everyone.run(Displaced(), everyone.take(upper.x), moved, everyone.take(upper.w), key=key)
         mixed = everyone.push(sent, self.links, "x", key=key, time=time)

@@ -15,7 +15,7 @@ from fedbilevel.adjoint.backward import When
 from fedbilevel.algorithm.base import Algorithm, Info, Rate, rate
 from fedbilevel.algorithm.fedbio import copies
 from fedbilevel.fed.federation import Federation
-from fedbilevel.fed.network import Links, check_push_sum
+from fedbilevel.fed.network import Links, check_all_answer, check_links, check_push_sum
 from fedbilevel.fed.place import At, Kept
 from fedbilevel.local.push_sum import Arrived, Debiased, Noted, Outgoing, Weighted
 from fedbilevel.local.work import check_count
@@ -95,6 +95,8 @@ class PushSum(eqx.Module):
         """As many steps as there are `rates`, from what the nodes keep; the time of the first one is
         `first`.
         """
+        if self.links is not None:
+            check_all_answer(fed)
         everyone = fed.everyone
         y, w, statistics = (everyone.take(value) for value in start)
         weighted = everyone.run(Weighted(), y, w, key=key)
@@ -125,7 +127,8 @@ class SGP(Algorithm[Nodes]):
     size). With doubly stochastic weights w stays 1: decentralised SGD; with complete links, "before", it is
     FedAvg of one local step.
 
-    x stays where it starts, at every node. A step is one exchange.
+    x stays where it starts, at every node. A step is one exchange. Every node counts alike, whatever the
+    weights of `Clients` say.
 
     Args:
         links: who hears whom (`fedbilevel.links`).
@@ -144,6 +147,7 @@ class SGP(Algorithm[Nodes]):
     when: When = eqx.field(static=True, default="after")
 
     def __check_init__(self) -> None:
+        check_links(self.links)
         PushSum(self.links, self.when)
 
     def among(self, n: int) -> SGP:
@@ -152,7 +156,8 @@ class SGP(Algorithm[Nodes]):
         return eqx.tree_at(lambda method: method.links, self, network)
 
     def init(self, fed: Federation, key: jax.Array) -> Nodes:
-        return Nodes(fed.keep(copies(fed.problem.x0, fed.n)), first_lower(fed), jnp.zeros((), jnp.int32))
+        x0 = copies(fed.problem.constraint(fed.problem.x0), fed.n)
+        return Nodes(fed.keep(x0), first_lower(fed), jnp.zeros((), jnp.int32))
 
     def step(self, fed: Federation, state: Nodes, key: jax.Array) -> tuple[Nodes, Info]:
         push, rates = PushSum(self.links, self.when), jnp.asarray(self.lower_lr)[None]

@@ -35,6 +35,9 @@ from fedbilevel.tree import PyTree, all_finite, nbytes, row
 
 log = logging.getLogger("fedbilevel")
 
+_AGREED = 16
+"""How many values that everybody could make by itself are remembered, so as not to be sent again."""
+
 
 class Channel(Protocol):
     """How messages reach clients: what a network engine supplies."""
@@ -228,6 +231,8 @@ class RemoteCohort(Cohort):
         ref, holders, _ = self.fed.agreed.setdefault(
             spot, (self.fed.numbers.new(spec_of(tree)), set(), leaves)
         )
+        while len(self.fed.agreed) > _AGREED:  # what a method makes anew in every round is not kept for ever
+            del self.fed.agreed[next(iter(self.fed.agreed))]
         for place, queue in self._queues(np.array([int(i) not in holders for i in self.ids])):
             queue.put(ref, tree)
             holders.add(int(self.ids[place]))

@@ -94,6 +94,7 @@ PROBLEMS: Mapping[str, Factory] = {
     "AgnosticClients": fairness.AgnosticClients,
     "FewShot": few_shot.FewShot,
     "Classification": problem.Classification,
+    "ServerModel": problem.ServerModel,
     "ClassWeights": problem.ClassWeights,
     "Mixture": problem.Mixture,
     "WeightedMixture": problem.WeightedMixture,
@@ -188,7 +189,7 @@ INSIDE: Mapping[str, Mapping[str, Factory]] = {
     "decoder": DECODERS,
     "learn": OPTIMIZERS,
     **dict.fromkeys(("model", "backbone", "head"), MODELS),
-    **dict.fromkeys(("lr", "upper_lr", "lower_lr", "adjoint_lr", "server_lr"), SCHEDULES),
+    **dict.fromkeys(("lr", "upper_lr", "lower_lr", "adjoint_lr"), SCHEDULES),
 }
 """What the table of a certain name inside another one may be."""
 

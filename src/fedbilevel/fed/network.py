@@ -121,6 +121,29 @@ def edges(weights: Float[Array, "clients clients"]) -> Int[Array, ""]:
 # ------------------------------------------------------------------- checks
 
 
+def check_links(links: Any) -> None:
+    """Raise an error that explains unless these are links."""
+    if not isinstance(links, Links):
+        raise TypeError(
+            f"links is {links!r}; it must say who hears whom, such as fedbilevel.links.Complete() or "
+            "fedbilevel.links.Given(matrix)"
+        )
+
+
+def check_all_answer(fed: Any) -> None:
+    """Raise an error that explains if clients of a federation may fall silent, where they mix what they hold.
+
+    A sender's weights, its own among them, keep the sum of all values; who computes nothing sends nothing,
+    not even to itself.
+    """
+    dropout = getattr(fed, "dropout", 0.0)
+    if dropout > 0:
+        raise ValueError(
+            f"dropout is {dropout}, but where clients mix with their neighbours, what a silent client held "
+            "is lost for all. Leave dropout at 0; for links that come and go use links.Stochastic"
+        )
+
+
 def check_push_sum(network: Network) -> None:
     """Raise an error that explains unless push-sum over these links reaches a consensus."""
     totals = np.asarray(network.base).sum(axis=1)

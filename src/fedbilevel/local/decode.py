@@ -49,6 +49,14 @@ class Decoder(eqx.Module):
     def encode(self, me: Client, x: PyTree, y: PyTree, change: PyTree, shared: PyTree) -> PyTree:
         """`(∂y_m/∂x)ᵀ · change`, like x, at the decoded y."""
 
+    def allowed(self, problem: Problem, x: PyTree) -> PyTree:
+        """x where it may be: only a decoder of the problem's own x knows a constraint."""
+        return x
+
+    def server_lr(self, problem: Problem) -> float:
+        """The server's step with which a mean change of y comes back whole, in the mean over sketches."""
+        return 1.0
+
     def codec(self, problem: Problem, clients: int) -> Codec | None:
         """How a client writes `Δx` for the wire; None: as it is."""
         return None
@@ -89,8 +97,8 @@ class GradientDecoder(Decoder):
         adjoint_lr: τ, at most the inverse of H's largest eigenvalue; None: γ.
         start: "warm", where the client's last decoding ended, or "cold", the problem's y0.
 
-    Reference: J. Li, H. Huang, FedSep: separating communication and learning in federated learning, equation
-    3, with the sign of −∂y/∂x taken back.
+    Reference: J. Li, H. Huang, Resolving the tug-of-war: a separation of communication and learning in
+    federated learning, NeurIPS 2023, equation 3, with the sign of −∂y/∂x taken back.
     """
 
     lower_lr: Any
@@ -112,7 +120,10 @@ class GradientDecoder(Decoder):
         return self.start == "warm"
 
     def first(self, problem: Problem, shared: PyTree) -> PyTree:
-        return problem.x0
+        return problem.constraint(problem.x0)
+
+    def allowed(self, problem: Problem, x: PyTree) -> PyTree:
+        return problem.constraint(x)
 
     def shared(self, problem: Problem) -> PyTree:
         return ()
@@ -157,6 +168,9 @@ class EachDecoder(Decoder):
         if any(form != forms[0] for form in forms):
             raise ValueError(f"the decoders are of different x, so that no mean can be made: {forms}")
         return firsts[0]
+
+    def allowed(self, problem: Problem, x: PyTree) -> PyTree:
+        return self.decoders[0].allowed(problem, x)
 
     def shared(self, problem: Problem) -> PyTree:
         return tuple(own.shared(problem) for own in self.decoders)

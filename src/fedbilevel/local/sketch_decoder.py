@@ -17,7 +17,7 @@ from fedbilevel.local.sketch import SRHT, Gaussian, Operator, Sketch
 from fedbilevel.local.work import check_count
 from fedbilevel.problem.base import Problem
 from fedbilevel.problem.oracle import Client
-from fedbilevel.tree import PyTree
+from fedbilevel.tree import PyTree, size
 
 KINDS = ("gaussian", "srht", "sparse")
 """A dense matrix, a subsampled Hadamard transform, or a sparse matrix."""
@@ -101,6 +101,10 @@ class Sketched(Decoder):
     def first(self, problem: Problem, shared: PyTree) -> PyTree:
         return Agreed(*shared).image
 
+    def server_lr(self, problem: Problem) -> float:
+        """d/p: decoding what was encoded is a projection onto p of d directions, a p/d-th in the mean."""
+        return size(problem.y0) / self.kind().size
+
     def shared(self, problem: Problem) -> PyTree:
         """The sketch's arrays, `‖S‖²` and `Sθ₀`; of a sketch that differs between clients only the zero."""
         sketch, (origin, _) = self.kind(), ravel_pytree(problem.y0)
@@ -144,7 +148,7 @@ class SketchLasso(Sketched):
     Args:
         size: p.
         penalty: β.
-        lower_lr: γ, below `2/‖S‖²`; None: `1/‖S‖²`.
+        lower_lr: γ, below `2/‖S‖²` (accelerated: at most `1/‖S‖²`); None: `1/‖S‖²`.
         lower_steps: I_dec.
         sketch: "gaussian", "srht" (fast) or "sparse" (fast).
         method: "ista" or "fista" (accelerated).
@@ -192,10 +196,16 @@ class SketchLasso(Sketched):
 
     def check(self, bound: Any) -> None:
         known = not any(isinstance(value, jax.core.Tracer) for value in (bound, self.lower_lr))
-        if self.lower_lr is not None and known and float(self.lower_lr) >= 2 / float(bound):
+        if self.lower_lr is None or not known:
+            return
+        share = float(self.lower_lr) * float(bound)
+        # With momentum nothing is certain above 1/‖S‖²; that itself, perhaps rounded, may be given.
+        most, too_much = (2, share >= 2) if self.method == "ista" else (1, share > 1 + 1e-5)
+        if too_much:
             raise ValueError(
-                f"lower_lr is {float(self.lower_lr):.3g}, but steps on the lower level diverge from 2/‖S‖² = "
-                f"{2 / float(bound):.3g} on; give less, or None for 1/‖S‖² = {1 / float(bound):.3g}"
+                f"lower_lr is {float(self.lower_lr):.3g}, but steps by {self.method!r} may diverge from "
+                f"{most}/‖S‖² = {most / float(bound):.3g} on; give less, or None for 1/‖S‖² = "
+                f"{1 / float(bound):.3g}"
             )
 
     def decode(self, me: Client, x: PyTree, start: PyTree, shared: PyTree) -> PyTree:

@@ -107,8 +107,8 @@ class Submodel(Decoder):
     Cost: `mask_steps` calls of f_y in a round with a refreshment; with `full`, encoding is counted as two
     more for each of them.
 
-    Reference: J. Li, H. Huang, FedSep: separating communication and learning in federated learning, section
-    4.2, equations 7 and 8.
+    Reference: J. Li, H. Huang, Resolving the tug-of-war: a separation of communication and learning in
+    federated learning, NeurIPS 2023, section 4.2, equations 7 and 8.
     """
 
     ratios: Ratios = eqx.field(static=True, converter=ratios_setting, default="random")

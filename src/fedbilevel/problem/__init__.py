@@ -24,6 +24,7 @@ from fedbilevel.problem.quadratic import Composition, Quadratic, Saddle
 from fedbilevel.problem.recurrent import CharLSTM
 from fedbilevel.problem.representation import HyperRepresentation
 from fedbilevel.problem.resnet import ResNet, ResNet18
+from fedbilevel.problem.server_model import ServerModel
 from fedbilevel.problem.submodel import Kernels
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "ResNet",
     "ResNet18",
     "Saddle",
+    "ServerModel",
     "Simplex",
     "TwoLayerCNN",
     "WeightedMixture",

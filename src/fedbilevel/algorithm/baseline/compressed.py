@@ -61,7 +61,7 @@ class CompressedFedAvg(Algorithm[Averaged]):
         learn: the optimiser of the local steps; it starts anew in a round.
         learn_steps: I; a number, or a tuple with one for each client.
         codec: C: "none"; "topk", the k entries of largest magnitude (`fed.TopK`); "random", k random entries
-            (`fed.RandomK`); "quantized", a few bits for every entry (`fed.Quantized`).
+            (`fed.compress.RandomK`); "quantized", a few bits for every entry (`fed.compress.Quantized`).
         size: of a message: k for "topk" and "random", a number of entries or a share of all of them in
             (0, 1); for "quantized" the number of bits an entry. "none" has no use for it.
         feedback: clients remember what C left out. C is then the nearest value that it can write; without,

@@ -18,7 +18,7 @@ from fedbilevel.algorithm.baseline.local import first_own
 from fedbilevel.data.batches import Batch
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.links import Complete, Links
-from fedbilevel.fed.network import Network, check_push_sum
+from fedbilevel.fed.network import Network, check_all_answer, check_push_sum
 from fedbilevel.fed.place import Kept
 from fedbilevel.fed.program import Program
 from fedbilevel.local.work import Amount, Work, amount, check_amounts
@@ -125,7 +125,7 @@ class FedEM(Algorithm[Mixed]):
 
     makes τ SGD steps on `−mean_j Σ_k q_jk log p_k + (penalty/2)‖y‖²`, q as it is, and the server averages
     the models y. x_i never leaves its client. Without a server every client has a copy of the models, and
-    mixes it with its neighbours' in the place of the average.
+    mixes it with its neighbours' in the place of the average, where every client counts alike.
 
     It solves `fedbilevel.Mixture`, and no other problem.
 
@@ -172,6 +172,8 @@ class FedEM(Algorithm[Mixed]):
     def init(self, fed: Federation, key: jax.Array) -> Mixed:
         check_lengths(self, fed.n)
         mixture_loss(fed.problem)
+        if not self._has_server:
+            check_all_answer(fed)
         x, own = first_own(fed)
         return Mixed(x, fed.problem.y0 if self._has_server else own, jnp.zeros((), jnp.int32))
 
