@@ -1,7 +1,8 @@
 """The language: placed values, the verbs that move them, and the ledger of what they cost."""
 
-from fedbilevel.fed.codec import Codec, Dense, TopK
+from fedbilevel.fed.codec import Codec, Dense, Partial, TopK
 from fedbilevel.fed.cohort import Cohort
+from fedbilevel.fed.compress import Quantized, RandomK
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.ledger import Ledger, UncountedWorkError
 from fedbilevel.fed.links import Complete, Given, Links, Network
@@ -21,10 +22,13 @@ __all__ = [
     "Ledger",
     "Links",
     "Network",
+    "Partial",
     "PlacementError",
     "Program",
     "ProgramError",
     "Published",
+    "Quantized",
+    "RandomK",
     "TopK",
     "UncountedWorkError",
     "branch",
