@@ -17,7 +17,7 @@ CLIENTS = 3
 
 
 class Case(NamedTuple):
-    """A named experiment, made in the precision of the moment; a variant is another setting of one above."""
+    """A named experiment, made in the precision of the moment; a variant, in double precision only."""
 
     make: Callable[[], tuple[fb.Problem, fb.Clients]]
     algorithm: Callable[[], Any]
@@ -91,23 +91,27 @@ CASES = {
         lambda: fb.FedNest(**SERIES, cohort=2, lower_epochs=1, upper_steps=(1, 2, 3), scale_by_steps=True),
         variant=True,
     ),
-    "FedNestSGD": Case(bilevel, lambda: fb.FedNestSGD(**SERIES, lower_steps=2)),
+    "FedNestSGD": Case(bilevel, lambda: fb.FedNestSGD(**SERIES, lower_steps=2), variant=True),
     "LFedNest": Case(bilevel, lambda: fb.LFedNest(**SERIES, lower_steps=2, upper_steps=2)),
-    "LFedNestSVRG": Case(bilevel, lambda: fb.LFedNestSVRG(**SERIES, lower_steps=2)),
-    "LFedNestNonAlt": Case(bilevel, lambda: fb.LFedNestNonAlt(**SERIES, lower_steps=2, lower_rounds=2)),
+    "LFedNestSVRG": Case(bilevel, lambda: fb.LFedNestSVRG(**SERIES, lower_steps=2), variant=True),
+    "LFedNestNonAlt": Case(
+        bilevel, lambda: fb.LFedNestNonAlt(**SERIES, lower_steps=2, lower_rounds=2), variant=True
+    ),
     "minimax": Case(minimax, lambda: fb.FedNest(**RATES, lower_steps=2), variant=True),
     "compositional": Case(compositional, lambda: fb.FedNest(**RATES, lower_steps=2), variant=True),
     "single-level": Case(single_level, lambda: fb.FedNest(**RATES, upper_steps=3), variant=True),
     "FedAvg": Case(single_level, lambda: fb.FedAvg(0.05, steps=3)),
-    "FedAvgS": Case(minimax, lambda: fb.FedAvgS(**RATES, steps=3)),
-    "FedBiO": Case(bilevel, lambda: fb.FedBiO(**THREE, sync_every=(1, 3, 2))),
+    "FedAvgS": Case(minimax, lambda: fb.FedAvgS(**RATES, steps=3), variant=True),
+    "FedBiO": Case(bilevel, lambda: fb.FedBiO(**THREE, sync_every=(1, 3, 2)), variant=True),
     "FedBiOLocal": Case(bilevel_batches, lambda: fb.FedBiOLocal(**THREE, terms=2, cohort=2), variant=True),
     "FedBiOAcc": Case(bilevel_batches, lambda: fb.FedBiOAcc(**THREE, sync_every=2, first_batch=3)),
     "FedBiOAccLocal": Case(
         bilevel_batches, lambda: fb.FedBiOAccLocal(**THREE, sync_every=(1, 3, 2), cohort=2), variant=True
     ),
     "MRBO": Case(bilevel, lambda: fb.MRBO(**THREE, terms=2), variant=True),
-    "CommFedBiO": Case(bilevel_batches, lambda: fb.CommFedBiO(**THREE, topk=2, terms=2, cohort=2)),
+    "CommFedBiO": Case(
+        bilevel_batches, lambda: fb.CommFedBiO(**THREE, topk=2, terms=2, cohort=2), variant=True
+    ),
     "StocBiO": Case(bilevel, lambda: fb.StocBiO(**SERIES, lower_steps=2), variant=True),
     "SGP": Case(bilevel_batches, lambda: fb.SGP(fb.links.Stochastic(seed=1), 0.1, "before")),
     "PDBO": Case(
@@ -129,7 +133,9 @@ CASES = {
     "FedEM-links": Case(
         mixture, lambda: fb.FedEM(0.2, links=fb.links.Given(jnp.roll(jnp.eye(CLIENTS), 1, 0))), variant=True
     ),
-    "FedSep": Case(bilevel, lambda: fb.FedSep(fb.SketchLasso(3, 0.01), fb.SGD(0.05), learn_steps=2)),
+    "FedSep": Case(
+        bilevel, lambda: fb.FedSep(fb.SketchLasso(3, 0.01), fb.SGD(0.05), learn_steps=2), variant=True
+    ),
     "FedSep-gradient": Case(
         bilevel_batches,
         lambda: fb.FedSep(fb.GradientDecoder(0.2, 2, 2), fb.SGD(0.05), learn_steps=(1, 3, 2), cohort=2),
