@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 from collections.abc import Callable, Iterator
@@ -29,6 +30,19 @@ def float64() -> Iterator[None]:
     """The test computes in double precision."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def room_for_programs() -> Iterator[None]:
+    """Compiled programs are forgotten before the system's limit of mapped regions (65,530 a process) is near.
+
+    A process that goes beyond it is killed by a segmentation fault somewhere in the compiler.
+    """
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 _lowered: list[str] = []
