@@ -53,6 +53,14 @@ class Here(NamedTuple):
     origin: jax.Array
 
 
+@eqx.filter_jit
+def _made(sketch: Sketch, origin: jax.Array, id: int | None, bounded: bool) -> Agreed:
+    """A sketch's arrays, its `‖S‖²` if asked for, and `Sθ₀`: one program, compiled once for all runs."""
+    stored = sketch.stored(origin.size, origin.dtype, id)
+    bound = sketch.norm_squared(origin.size, stored, origin.dtype, id) if bounded else ()
+    return Agreed(stored, bound, sketch.apply(origin, stored, id))
+
+
 class Sketched(Decoder):
     """What all decoders of a sketch have in common: `ω₁ = Sθ₀` with `θ₀` the problem's y0, as a vector.
 
@@ -109,13 +117,9 @@ class Sketched(Decoder):
         """The sketch's arrays, `‖S‖²` and `Sθ₀`; of a sketch that differs between clients only the zero."""
         sketch, (origin, _) = self.kind(), ravel_pytree(problem.y0)
         sketch.check(origin.size)
-        id = 0 if self.own_sketches else None
-        stored = sketch.stored(origin.size, origin.dtype, id)
-        bound = sketch.norm_squared(origin.size, stored, origin.dtype, id) if self.needs_bound() else ()
-        self.check(bound)
-        if self.own_sketches:
-            return Agreed((), (), jnp.zeros(sketch.size, origin.dtype))
-        return Agreed(stored, bound, sketch.apply(origin, stored))
+        made = _made(sketch, origin, 0 if self.own_sketches else None, self.needs_bound())
+        self.check(made.bound)
+        return Agreed((), (), jnp.zeros_like(made.image)) if self.own_sketches else made
 
     def here(self, me: Client, shared: PyTree) -> Here:
         """This client's sketch."""
