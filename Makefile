@@ -27,7 +27,7 @@ demo: $(READY)  ## tune the loss of a long-tailed federated classifier, in about
 papers: $(READY)  ## the papers' experiments in small, three seeds each: tables and figures in runs/
 	for file in papers/*/*.toml; do name=$${file#papers/}; \
 		$(BIN)/fedbilevel run $$file --preset small --quiet --out runs/$${name%.toml} || test $$? = 1 || exit; done
-	for file in papers/*/*.py; do $(BIN)/python $$file || exit; done
+	for file in papers/*/*.py papers/*/*/__main__.py; do $(BIN)/python $$file || exit; done
 
 test: lint types unit  ## style, types and all tests
 

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import pathlib
 import sys
+import types
+from collections.abc import Iterator
 from typing import Any
 
 import jax.random as jr
 import numpy as np
 import pytest
 
-FILE = pathlib.Path(__file__).parent.parent / "papers" / "fedbio" / "complexity.py"
+FOLDER = pathlib.Path(__file__).parent.parent / "papers" / "fedbio" / "complexity"
+MODULES = ("theorems", "spending", "ladder", "tables")
 
 
 @pytest.fixture(scope="module")
-def complexity() -> Any:
-    """The script as a module; its data classes look their module up by name."""
-    spec = importlib.util.spec_from_file_location("complexity", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["complexity"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["complexity"]
+def complexity() -> Iterator[Any]:
+    """All names of the program's modules in one place."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FOLDER)
+        names = [vars(importlib.import_module(module)) for module in MODULES]
+    yield types.SimpleNamespace(**{name: value for module in names for name, value in module.items()})
+    for module in MODULES:
+        del sys.modules[module]
 
 
 def test_a_power_law_is_found_exactly(complexity: Any) -> None:
