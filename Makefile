@@ -9,7 +9,7 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
 export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES ?= -1
 
-.PHONY: help demo papers test lint types unit clean
+.PHONY: help demo papers bench test lint types unit clean
 
 help:  ## what there is
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -28,6 +28,11 @@ papers: $(READY)  ## the papers' experiments in small, three seeds each: tables 
 	for file in papers/*/*.toml; do name=$${file#papers/}; \
 		$(BIN)/fedbilevel run $$file --preset small --quiet --out runs/$${name%.toml} || test $$? = 1 || exit; done
 	for file in papers/*/*.py papers/*/*/__main__.py; do $(BIN)/python $$file || exit; done
+
+# PyTorch is what some of them compare with; nothing else needs it.
+bench: $(READY)  ## all benchmarks, in about a quarter of an hour: writes the table of docs/benchmarks.md
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[benchmarks]'
+	$(BIN)/python scripts/benchmarks.py
 
 test: lint types unit  ## style, types and all tests
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-from timing import compare, one_by_one, together
+from timing import compare, figure, gain, one_by_one, together
 
 from fedbilevel.problem.image import convolve_depthwise, first_kernel, group_norm
 
@@ -51,7 +51,9 @@ def main(clients: int = 10, samples: int = 16, side: int = 16, channels: int = 9
             for how in (together, one_by_one)
         }
         sizes = {"clients": clients, "samples": samples, "side": side, "channels": channels}
-        compare(ways, arguments, stride=stride, **sizes)
+        best = compare(ways, arguments, stride=stride, **sizes)
+        what = f"gradients of a depthwise convolution, stride {stride}, times as fast as with XLA's"
+        figure(what, gain(best))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ from fedbilevel.fed import Federation, Program
 from fedbilevel.tree import PyTree
 
 VICTIM = 1
+SLOW = 1.5
+"""Seconds by which a slow victim's answers are late."""
 
 
 class Misbehave(Program):
@@ -91,6 +93,10 @@ class RogueWorker(Worker):
 
     def _die(self, reply: bytes) -> bytes:
         os.kill(os.getpid(), signal.SIGKILL)
+        return reply
+
+    def _slow(self, reply: bytes) -> bytes:
+        time.sleep(SLOW)
         return reply
 
     def _sleep(self, reply: bytes) -> bytes:

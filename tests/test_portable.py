@@ -164,9 +164,13 @@ def test_a_name_that_is_gone_is_reported(find: Any) -> None:
 
 def test_a_dataclass_with_other_fields_is_reported() -> None:
     structure, contents = pack(Box(1))
+    del structure["object"][1]["label"]
+    assert unpack(structure, contents, loaded) == Box(1), "what came later has its default"
     structure["object"][1]["extra"] = 2
     with pytest.raises(PortableError, match="another version"):
         unpack(structure, contents, loaded)
+    with pytest.raises(PortableError, match="another version"):
+        unpack({"object": [name_of(Box), {}]}, [], loaded)
     name = name_of(top_level)
     with pytest.raises(PortableError, match="is no dataclass"):
         unpack({"object": [name, {}]}, [], loaded)

@@ -23,6 +23,7 @@ def same(a: Any, b: Any) -> bool:
 def test_sums_differences_and_multiples_are_leaf_by_leaf() -> None:
     assert same(tree.add(A, B), {"p": np.array([1.5, 2.0]), "q": (np.array([[2.0]]),)})
     assert same(tree.sub(A, B), {"p": np.array([0.5, -6.0]), "q": (np.array([[4.0]]),)})
+    assert same(tree.times(A, B), {"p": np.array([0.5, -8.0]), "q": (np.array([[-3.0]]),)})
     assert same(tree.scale(-2, A), {"p": np.array([-2.0, 4.0]), "q": (np.array([[-6.0]]),)})
     assert same(tree.step(A, 2.0, B), {"p": np.array([0.0, -10.0]), "q": (np.array([[5.0]]),)})
     assert same(tree.zeros_like(A), {"p": np.zeros(2), "q": (np.zeros((1, 1)),)})

@@ -48,7 +48,7 @@ from fedbilevel.algorithm import (
     ZeroFL,
 )
 from fedbilevel.data import Clients
-from fedbilevel.engine import Process, Simulator, simulate
+from fedbilevel.engine import Mesh, NVFlare, Process, Simulator, conditions, simulate
 from fedbilevel.experiment import Best, Diagnosis, Job, Result, diagnose, load, solve, sweep
 from fedbilevel.fed import Ledger, links
 from fedbilevel.local import (
@@ -163,8 +163,10 @@ __all__ = [
     "LinearSketch",
     "Local",
     "LossTuning",
+    "Mesh",
     "Mixture",
     "MobileNetV2",
+    "NVFlare",
     "Nonconvex",
     "PFedMe",
     "PerBlock",
@@ -189,6 +191,7 @@ __all__ = [
     "adjoint",
     "algorithm",
     "compositional",
+    "conditions",
     "data",
     "diagnose",
     "engine",

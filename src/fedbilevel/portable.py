@@ -150,14 +150,17 @@ def plain_array(thing: Any) -> Array:
 def _read_object(content: Any, arrays: Sequence[Any], find: Callable[[str], Any]) -> Any:
     name, fields = content
     cls = find(name)
-    known = {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
-    if not isinstance(cls, type) or set(fields) != known:
+    known = {f.name: f.default for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
+    # A file of an earlier version lacks the fields that came later: these have their defaults.
+    later = {field: default for field, default in known.items() if field not in fields}
+    incomplete = any(default is dataclasses.MISSING for default in later.values())
+    if not isinstance(cls, type) or incomplete or not set(fields) <= set(known):
         raise PortableError(
             f"{name} is no dataclass with the fields {sorted(fields)}; was it written by another version?"
         )
     thing: Any = object.__new__(cls)
-    for field, value in fields.items():
-        object.__setattr__(thing, field, _unpack(value, arrays, find))
+    for field, value in (later | fields).items():
+        object.__setattr__(thing, field, _unpack(value, arrays, find) if field in fields else value)
     return thing
 
 

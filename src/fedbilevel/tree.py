@@ -22,6 +22,11 @@ def sub(a: PyTree, b: PyTree) -> PyTree:
     return jax.tree.map(jnp.subtract, a, b)
 
 
+def times(a: PyTree, b: PyTree) -> PyTree:
+    """`a ⊙ b`, number by number."""
+    return jax.tree.map(jnp.multiply, a, b)
+
+
 def scale(factor: Any, a: PyTree) -> PyTree:
     """`factor · a`; the leaves keep their dtype whatever the dtype of `factor`."""
     return jax.tree.map(lambda leaf: jnp.asarray(factor, jnp.result_type(leaf)) * leaf, a)

@@ -21,6 +21,7 @@ LR = 0.1  # below 2 over the largest curvature, also where w is small
 CIRCLE = (np.eye(N) + np.roll(np.eye(N), 1, axis=0) + np.roll(np.eye(N), -1, axis=0)) / 3
 UNEVEN = CIRCLE * np.random.default_rng(3).uniform(0.3, 1.0, (N, N))  # links both ways, of other weights
 UNEVEN /= UNEVEN.sum(axis=0)
+ALIKE, COUNTS = (1.0,) * N, (1.5, 0.5, 1.0, 0.75, 1.25)  # how much nodes count; the mean is 1
 WEIGHTS = {"complete": np.full((N, N), 1 / N), "ring": CIRCLE, "uneven": UNEVEN}
 
 
@@ -31,9 +32,24 @@ def drawn(n=N, seed=0, **options):
 
 
 @functools.cache
-def federation(n=N, seed=0):
+def counted(counts):
+    """The quadratic of which a plain mean is the weighted one of `drawn()`: f_i and g_i, so many times."""
+    q, names = drawn(), ("A", "B", "b", "D", "E", "rho")
+    rows = [(getattr(q, name).T * np.asarray(counts)).T for name in names]
+    return eqx.tree_at(lambda q: [getattr(q, name) for name in names], q, rows)
+
+
+@functools.cache
+def federation(n=N, seed=0, counts=None):
+    """Always with weights, so that those who count alike and those who do not have one compiled program."""
     q = drawn(n, seed)
-    return fb.Simulator().federation(q.problem(metrics={}), q.clients())
+    clients = q.clients(weights=np.ones(n) if counts is None else np.asarray(counts))
+    return fb.Simulator().federation(q.problem(metrics={}), clients)
+
+
+def first_twice(rows):
+    """Rows of nodes of which the first is there twice."""
+    return np.concatenate([rows[:1], rows])
 
 
 def points(n=N, seed=1):
@@ -47,8 +63,8 @@ def points(n=N, seed=1):
 class Running:
     """An algorithm in the simulator, from its start."""
 
-    def __init__(self, algorithm, n=N, seed=0):
-        self.session = federation(n).compile(algorithm.among(n))
+    def __init__(self, algorithm, seed=0, counts=None):
+        self.session = federation(counts=counts).compile(algorithm.among(N))
         self.key, self.time = jr.key(seed), 0
         self.state, counts = self.session.init(jr.key(seed + 1000))
         self.start, self.ledger = Ledger.from_counts(counts), Ledger()
@@ -71,11 +87,11 @@ def pushed(adjoint, fed, network, receive, point, lr, when, key, time=0):
     return everyone.gather(adjoint.hypergradient(fed, at, key), "h")[0]
 
 
-def hypergradient(adjoint, links, point, when, n=N, lr=LR, seed=0):
-    network = links.network(n)
+def hypergradient(adjoint, links, point, when, seed=0, counts=None):
+    network, fed = links.network(N), federation(counts=counts)
     adjoint = jax.tree.map(jnp.asarray, adjoint)  # other numbers compile nothing new
     receive = receiving_weights(network)
-    return np.asarray(pushed(adjoint, federation(n), network, receive, point, lr, when, jr.key(seed)))
+    return np.asarray(pushed(adjoint, fed, network, receive, point, LR, when, jr.key(seed)))
 
 
 # ------------------------------------------------------------------ the boxes in numpy
@@ -89,10 +105,11 @@ def gradients(q, x, y):
     return f_x, f_y, g_y
 
 
-def outer(q, x, y):
-    """`mean f_i(x_i, y_i)`."""
+def outer(q, x, y, counts):
+    """`mean f_i(x_i, y_i)`, weighted."""
     bend = np.einsum("ni,nij,nj->n", y - q.c, q.D, y - q.c) / 2
-    return np.mean(bend + q.rho / 2 * np.sum((x - q.e) ** 2, axis=1) + np.einsum("ni,nij,nj->n", x, q.E, y))
+    each = bend + q.rho / 2 * np.sum((x - q.e) ** 2, axis=1) + np.einsum("ni,nij,nj->n", x, q.E, y)
+    return np.average(each, weights=counts)
 
 
 def sgp_step(q, W, x, z, w, lr, when):

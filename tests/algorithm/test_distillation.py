@@ -10,7 +10,7 @@ from fedbilevel.algorithm.baseline.consensus import Confident
 from fedbilevel.algorithm.baseline.distillation import DSFL, FedDF, FedET
 from fedbilevel.problem.accuracy import CrossEntropy
 from fedbilevel.problem.base import ProblemError
-from fedbilevel.problem.classification import OfLowerModel
+from fedbilevel.problem.loss_tuning import OfModel
 from fedbilevel.problem.submodel import Sliceable
 
 FEATURES, CLASSES, SAMPLES, PUBLIC = 4, 3, 6, 5
@@ -44,7 +44,7 @@ class OneLayer(Sliceable):
 
 
 def solved(make, **options):
-    loss = CrossEntropy(OfLowerModel(OneLayer()))
+    loss = CrossEntropy(OfModel(OneLayer()))
     problem = fb.Problem(loss, loss, (), {"weight": jnp.asarray(START)})
     settings = {"ratios": RATIOS, "learn_steps": LEARN_STEPS, "distil_steps": DISTIL_STEPS} | options
     algorithm = make(fb.SGD(LEARN), fb.SGD(DISTIL), OPEN, **settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -14,10 +15,11 @@ import fedbilevel as fb
 from fedbilevel.adjoint import Equilibrium
 from fedbilevel.algorithm import ITD
 from fedbilevel.algorithm.sgp import PushSum
-from fedbilevel.fed.ledger import Ledger, metering
+from fedbilevel.fed.ledger import Ledger, as_arrays, metering
 from fedbilevel.problem.oracle import Client
 
 NODES, STEPS, RATE = 3, 5, 0.1
+COUNTS = (2.0, 1.0, 0.5)  # how much nodes count
 
 
 @pytest.fixture
@@ -30,18 +32,26 @@ def x(float64: None) -> jax.Array:
     return jr.normal(jr.key(5), (NODES, 2))
 
 
-def hypergradient(known: fb.Quadratic, x: jax.Array, mode: Any, when: Any) -> tuple[Any, Ledger]:
-    fed = fb.Simulator().federation(known.problem(), known.clients())
-    with metering() as meter:
-        there = [fed.everyone.take(fed.keep(v)) for v in (x, jnp.zeros((NODES, 4)), jnp.ones(NODES))]
-        at = Equilibrium(*there, there[2], fb.links.Stochastic(), RATE, when)
-        found = fed.everyone.gather(ITD(STEPS, mode).hypergradient(fed, at, jr.key(3)), "h")[0]
-    return found, Ledger.from_counts(meter.counts)
+def hypergradient(
+    known: fb.Quadratic, x: jax.Array, mode: Any, when: Any, counts: Any = "uniform"
+) -> tuple[Any, Ledger]:
+    @jax.jit
+    def compiled(x: jax.Array) -> tuple[Any, Any]:
+        fed = fb.Simulator().federation(known.problem(), known.clients(weights=counts))
+        with metering() as meter:
+            there = [fed.everyone.take(fed.keep(v)) for v in (x, jnp.zeros((NODES, 4)), jnp.ones(NODES))]
+            at = Equilibrium(*there, there[2], fb.links.Stochastic(), RATE, when)
+            found = fed.everyone.gather(ITD(STEPS, mode).hypergradient(fed, at, jr.key(3)), "h")[0]
+        return found, as_arrays(meter.counts)
+
+    found, counted = compiled(x)
+    return found, Ledger.from_counts(counted)
 
 
-def cost_after_the_steps(known: fb.Quadratic, x: jax.Array, when: Any) -> jax.Array:
-    """The mean outer cost after the steps that ITD makes, as a plain function of all x."""
-    problem, clients = known.problem(), known.clients()
+def cost_after_the_steps(known: fb.Quadratic, x: jax.Array, when: Any, counts: jax.Array) -> jax.Array:
+    """The weighted mean outer cost after the steps that ITD makes, as a plain function of all x."""
+    problem = known.problem()
+    clients = eqx.tree_at(lambda clients: clients.weights, known.clients(weights=COUNTS), counts)
     fed = fb.Simulator().federation(problem, clients)
     push, k_steps = PushSum(fb.links.Stochastic(), when), jr.split(jr.key(3))[1]
     with metering():
@@ -53,14 +63,18 @@ def cost_after_the_steps(known: fb.Quadratic, x: jax.Array, when: Any) -> jax.Ar
         y = z.value / w.value[:, None]
         nodes = [Client(problem, clients, i, i, jr.key(0)) for i in range(NODES)]
         costs = [me.f(x[i], y[i], me.batch("upper", me.key)) for i, me in enumerate(nodes)]
-    return sum(costs, start=jnp.zeros(())) / NODES
+    return jnp.average(jnp.stack(costs), weights=counts)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_both_modes_are_the_derivative_of_the_steps(known: fb.Quadratic, x: jax.Array, when: Any) -> None:
-    truth = jax.grad(lambda x: cost_after_the_steps(known, x, when))(x)
+    """By the nodes' weights. Negative control: as if all counted alike it is another one."""
+    derivative = jax.jit(jax.grad(lambda x, counts: cost_after_the_steps(known, x, when, counts)))
+    truth, alike = (derivative(x, jnp.asarray(counts)) for counts in (COUNTS, (1.0,) * NODES))
+    assert np.abs(alike - truth).max() > 0.05
     for mode in ("backward", "forward"):
-        np.testing.assert_allclose(hypergradient(known, x, mode, when)[0], truth, rtol=1e-12, atol=1e-13)
+        found = hypergradient(known, x, mode, when, COUNTS)[0]
+        np.testing.assert_allclose(found, truth, rtol=1e-12, atol=1e-13)
 
 
 def test_what_forward_mode_sends_grows_with_nodes_and_hyperparameters(

@@ -11,6 +11,8 @@ import pytest
 
 import fedbilevel as fb
 from algorithm.nodes import (
+    ALIKE,
+    COUNTS,
     DX,
     DY,
     LR,
@@ -18,6 +20,7 @@ from algorithm.nodes import (
     WEIGHTS,
     N,
     Running,
+    counted,
     drawn,
     exact,
     federation,
@@ -49,20 +52,21 @@ def zero_of(function, shape):
     return np.linalg.solve(jacobian, -at_zero).reshape(shape)
 
 
-def slope(weights, x):
+def slope(weights, x, counts=ALIKE):
     """The exact hypergradient at the resting point of x."""
-    return exact(drawn(), weights, (x, *resting_point(drawn(), weights, x, LR, "after")), LR, "after")
+    q = counted(counts)
+    return exact(q, weights, (x, *resting_point(q, weights, x, LR, "after")), LR, "after")
 
 
 @functools.cache
-def personal_optimum(name):
+def personal_optimum(name, counts=ALIKE):
     weights = STOD.network(N).expected() if name == "StoD" else WEIGHTS[name]
-    return zero_of(lambda x: slope(weights, x), (N, DX))
+    return zero_of(lambda x: slope(weights, x, counts), (N, DX))
 
 
-def common_optimum(weights):
+def common_optimum(weights, counts=ALIKE):
     """Of one x for all: the sum of the nodes' derivatives is zero."""
-    return zero_of(lambda x: slope(weights, np.tile(x, (N, 1))).sum(axis=0), (DX,))
+    return zero_of(lambda x: slope(weights, np.tile(x, (N, 1)), counts).sum(axis=0), (DX,))
 
 
 def x_of(running):
@@ -72,18 +76,15 @@ def x_of(running):
 # ----------------------------------------------------------------------------- limits
 
 
-@functools.cache
-def arrived(name):
-    return Running(fb.PDBO(links.Given(WEIGHTS[name]), **LONG, **HGP_ONLY)).advance(120)
-
-
-@pytest.mark.parametrize("name", ["complete", "uneven"])
-def test_over_fixed_links_every_node_comes_to_its_own_optimum(name):
-    """Negative control: one x for all, and every node's own problem, have others."""
-    found, target = x_of(arrived(name)), personal_optimum(name)
+@pytest.mark.parametrize(("name", "counts"), [("complete", ALIKE), ("uneven", ALIKE), ("uneven", COUNTS)])
+def test_over_fixed_links_every_node_comes_to_its_own_optimum(name, counts):
+    """Negative control: one x for all, every node's own problem, and other weights have others."""
+    algorithm = fb.PDBO(links.Given(WEIGHTS[name]), **LONG, **HGP_ONLY)
+    found, target = x_of(Running(algorithm, counts=counts).advance(120)), personal_optimum(name, counts)
     np.testing.assert_allclose(found, target, atol=1e-8)
-    assert np.abs(target - common_optimum(WEIGHTS[name])).max() > 0.1
+    assert np.abs(target - common_optimum(WEIGHTS[name], counts)).max() > 0.1
     assert np.abs(target - alone_optima()).max() > 0.1
+    assert np.abs(target - personal_optimum(name, COUNTS if counts == ALIKE else ALIKE)).max() > 0.01
 
 
 def test_over_random_directed_links_they_come_near_it():
@@ -95,17 +96,18 @@ def test_over_random_directed_links_they_come_near_it():
     assert np.abs(np.mean(rows, axis=0) - target).mean() < 0.05 * np.abs(1 - target).mean()
 
 
-@functools.cache
-def agreeing(name, rate, steps):
+def agreeing(name, rate, steps, counts=None):
     algorithm = fb.PDBO(
         links.Given(WEIGHTS[name]), **LONG | {"upper": fb.SGD(rate)}, **HGP_ONLY, consensus=True
     )
-    return Running(algorithm).advance(steps)
+    return Running(algorithm, counts=counts).advance(steps)
 
 
-def test_consensus_ends_in_one_x_that_is_the_optimum_of_all():
-    target = common_optimum(WEIGHTS["complete"])
-    np.testing.assert_allclose(x_of(agreeing("complete", 2.0, 120)), np.tile(target, (N, 1)), atol=1e-8)
+@pytest.mark.parametrize("counts", [ALIKE, COUNTS])
+def test_consensus_ends_in_one_x_that_is_the_optimum_of_all(counts):
+    target = common_optimum(WEIGHTS["complete"], counts)
+    found = x_of(agreeing("complete", 2.0, 120, counts))
+    np.testing.assert_allclose(found, np.tile(target, (N, 1)), atol=1e-8)
 
 
 def test_consensus_over_uneven_links_counts_every_node_alike():
@@ -132,25 +134,16 @@ def alone_optima():
     return zero_of(own_slopes, (N, DX))
 
 
-def test_local_nodes_that_agree_on_x_minimise_the_mean_of_their_own_costs():
-    target = zero_of(lambda x: own_slopes(np.tile(x, (N, 1))).sum(axis=0), (DX,))
-    np.testing.assert_allclose(target, drawn().own_solution(), rtol=1e-10)
+@pytest.mark.parametrize("counts", [ALIKE, COUNTS])
+def test_local_nodes_that_agree_on_x_minimise_the_mean_of_their_own_costs(counts):
+    target = zero_of(lambda x: np.asarray(counts) @ own_slopes(np.tile(x, (N, 1))), (DX,))
+    assert (np.abs(target - drawn().own_solution()).max() < 1e-10) == (counts == ALIKE)
     settings = LONG | {"upper": fb.SGD(0.4), "terms": 250, "local": True, "consensus": True}
-    running = Running(fb.PDBO(links.Complete(), **settings, **HGP_ONLY)).advance(120)
+    running = Running(fb.PDBO(links.Complete(), **settings, **HGP_ONLY), counts=counts).advance(120)
     np.testing.assert_allclose(x_of(running), np.tile(target, (N, 1)), atol=1e-8)
 
 
 # --------------------------------------------------------------------------- settings
-
-
-def first_step(**settings):
-    """x after a step over complete links."""
-    return x_of(Running(fb.PDBO(links.Complete(), **SHORT | settings)).advance())
-
-
-@functools.cache
-def plain():
-    return first_step(**HGP_ONLY)
 
 
 def box(steps, rates, adjoint_lr):
@@ -171,17 +164,15 @@ def box(steps, rates, adjoint_lr):
 
 
 def test_a_step_is_one_of_the_optimiser_along_the_hypergradient():
-    np.testing.assert_allclose(plain(), box(1, [LR] * 3, LR)[0], rtol=1e-12)
-
-
-def test_over_links_that_are_always_there_reduced_variance_changes_nothing():
-    np.testing.assert_allclose(first_step(), plain(), rtol=1e-12)
+    """Over links that are always there, where reduced variance changes nothing."""
+    running = Running(fb.PDBO(links.Complete(), **SHORT)).advance()
+    np.testing.assert_allclose(x_of(running), box(1, [LR] * 3, LR)[0], rtol=1e-12)
 
 
 def test_a_schedule_of_the_lower_level_is_one_of_its_steps():
     """From the first in every outer step; and the adjoint, and its step size, may be given."""
     rates = optax.piecewise_constant_schedule(LR, {2: 0.5})
-    settings = SHORT | {"lower_lr": rates, "adjoint": HGP(4), "adjoint_lr": 0.05}
+    settings = SHORT | {"lower_lr": rates, "terms": None, "adjoint": HGP(4), "adjoint_lr": 0.05}
     running = Running(fb.PDBO(links.Complete(), **settings)).advance(2)
     x, y = box(2, (LR, LR, LR / 2), 0.05)
     np.testing.assert_allclose(x_of(running), x, rtol=1e-6)  # schedules are in single precision
@@ -269,7 +260,8 @@ PRODUCTS = ("g_yy", "g_xy")
     ids=["HGP", "VR-HGP", "CDBO", "local", "CDBO-Local", "own", "independent"],
 )
 def test_a_step_costs_what_the_docstring_says(settings, rounds, edge, vectors):
-    start, found, time = cost(fb.PDBO(links.Ring(), **SHORT, **settings).among(N))
+    terms = None if "adjoint" in settings else M
+    start, found, time = cost(fb.PDBO(links.Ring(), **SHORT | {"terms": terms} | settings).among(N))
     assert found.rounds == rounds
     assert {label: size for label, size in found.edge.items() if size} == edge
     assert found.calls == {kind: n * (vectors if kind in PRODUCTS else 1) for kind, n in CALLS.items()}
@@ -284,9 +276,10 @@ def test_a_step_costs_what_the_docstring_says(settings, rounds, edge, vectors):
 def cost(algorithm):
     """Ledgers of the start and of a step, and how many exchanges the state counts."""
 
+    fed = federation()  # not inside: what is made in a trace must not be kept after it
+
     @jax.jit
     def spend(key):
-        fed = federation()
         with metering() as start:
             state = algorithm.init(fed, key)
         with metering() as step:
@@ -308,8 +301,11 @@ def cost(algorithm):
         ({"lower_steps": 0}, "lower_steps"),
         ({"terms": -1}, "terms is -1"),
         ({"beta": 2.0}, r"beta is 2\.0"),
-        ({"local": True, "adjoint": HGP(3)}, 'must have outer="local"'),
+        ({"local": True, "terms": None, "adjoint": HGP(3)}, 'must have outer="local"'),
+        ({"terms": None}, "terms is None and adjoint None; give one of the two"),
+        ({"adjoint": HGP(3)}, "terms is 4 and adjoint PushAdjoint.*; give one of the two"),
         ({"when": "during"}, "when is 'during'"),
+        ({"adjoint_lr": -1.0}, r"a step size is -1\.0"),
     ],
 )
 def test_mistakes_are_explained(settings, message):

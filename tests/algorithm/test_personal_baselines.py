@@ -2,6 +2,7 @@
 
 import itertools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -283,8 +284,8 @@ def maximised(q, y, own, lr, steps):
     return y
 
 
-def em(mixture, lr, local_steps, rounds, mix):
-    """FedEM in numpy: weights and models, one of each a client."""
+def em(mixture, lr, local_steps, rounds, mix, counts=(1, 1, 1, 1)):
+    """FedEM in numpy: weights and models, one of each a client; what a client learns counts so often."""
     problem, _, rows = mixture
     start = {name: np.asarray(leaf) for name, leaf in problem.y0.items()}
     weights, models = [np.full(MODELS, 1 / MODELS)] * len(rows), [start] * len(rows)
@@ -292,7 +293,11 @@ def em(mixture, lr, local_steps, rounds, mix):
         q = [expected(*each) for each in zip(weights, models, rows, strict=True)]
         weights = [each.mean(1) for each in q]
         new = [maximised(*each, lr, local_steps) for each in zip(q, models, rows, strict=True)]
-        models = [{name: np.tensordot(row, [y[name] for y in new], 1) for name in new[0]} for row in mix]
+        sent = [
+            {name: old[name] + times * (y[name] - old[name]) for name in y}
+            for old, y, times in zip(models, new, counts, strict=True)
+        ]
+        models = [{name: np.tensordot(row, [y[name] for y in sent], 1) for name in sent[0]} for row in mix]
     return np.array(weights), {name: np.stack([y[name] for y in models]) for name in models[0]}
 
 
@@ -315,13 +320,27 @@ def test_the_first_step_of_fedem_on_the_models_is_one_along_the_gradient_of_the_
     jax.tree.map(close, found, expected)
 
 
+COUNTS = (1.5, 0.5, 1.2, 0.8)
+
+
 def test_fedem_over_links_mixes_with_neighbours(mixture):
+    """By the clients' weights; where all hear all, that is the weighted mean of a server (first assertion).
+
+    Negative control: as if all counted alike, the models are others.
+    """
+    whole, alike = np.full((4, 4), 1 / 4), (1, 1, 1, 1)
+    served, mixed = em(mixture, 0.5, 3, 3, whole * COUNTS), em(mixture, 0.5, 3, 3, whole, COUNTS)
+    jax.tree.map(close, served, mixed)
     problem, clients, _ = mixture
+    clients = eqx.tree_at(
+        lambda c: c.weights, clients, 3 * np.array(COUNTS), is_leaf=lambda leaf: leaf is None
+    )
     result = fb.solve(problem, clients, fb.FedEM(0.5, steps=3, links=fb.links.Ring()), 3)
     ring = (np.eye(4) + np.roll(np.eye(4), 1, 0) + np.roll(np.eye(4), -1, 0)) / 3
-    weights, models = em(mixture, 0.5, 3, 3, ring)
+    weights, models = em(mixture, 0.5, 3, 3, ring, COUNTS)
     close(np.exp(result.x), weights)
     jax.tree.map(close, result.y, models)
+    assert np.abs(models["weight"] - em(mixture, 0.5, 3, 3, ring, alike)[1]["weight"]).max() > 0.01
     spent(
         result,
         rounds=3,
@@ -376,6 +395,8 @@ def test_without_a_server_they_say_that_they_cannot_run(name):
     for links in UNSERVED:
         with pytest.raises(fb.CannotRunError, match=f"^{name} needs a server, which only complete links"):
             METHODS[name](links).among(6)
+    with pytest.raises(TypeError, match="links is 'Ring'; it must say who hears whom"):
+        METHODS[name]("Ring").among(6)
     served = METHODS[name](fb.links.Given(np.full((6, 6), 1 / 6)))
     assert isinstance(served.among(6).links, fb.links.Complete)
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
@@ -9,7 +10,24 @@ import optax
 import pytest
 
 import fedbilevel as fb
-from algorithm.nodes import DX, DY, LR, UNEVEN, N, Running, drawn, federation, gradients, sgp_step, stationary
+from algorithm.nodes import (
+    ALIKE,
+    COUNTS,
+    DX,
+    DY,
+    LR,
+    UNEVEN,
+    N,
+    Running,
+    counted,
+    drawn,
+    federation,
+    first_twice,
+    gradients,
+    resting_point,
+    sgp_step,
+    stationary,
+)
 from fedbilevel import links
 from fedbilevel.adjoint.push import receiving_weights
 from fedbilevel.algorithm.sgp import PushSum, first_lower, step_keys
@@ -30,11 +48,11 @@ def drawn_weights(kind, steps, seed=0):
         yield np.asarray(kind.network(N).draw(step_keys(key)[1], time))
 
 
-def boxes(kind, steps, when, rates=None):
+def boxes(kind, steps, when, rates=None, counts=ALIKE):
     """z and w after so many steps, in numpy."""
     z, w = np.zeros((N, DY)), np.ones(N)
     for time, W in enumerate(drawn_weights(kind, steps)):
-        z, w = sgp_step(drawn(), W, X, z, w, LR if rates is None else rates(time), when)
+        z, w = sgp_step(counted(counts), W, X, z, w, LR if rates is None else rates(time), when)
     return z, w
 
 
@@ -44,8 +62,8 @@ def state_of(running):
 
 
 @functools.cache
-def after_steps(kind_name, when, steps=7):
-    return Running(fb.SGP(KINDS[kind_name], LR, when)).advance(steps)
+def after_steps(kind_name, when, counts=ALIKE):
+    return Running(fb.SGP(KINDS[kind_name], LR, when), counts=counts).advance(7)
 
 
 KINDS = {"complete": links.Complete(), "uneven": links.Given(UNEVEN), "StoD": STOD, "StoU": STOU}
@@ -58,6 +76,16 @@ def test_steps_are_those_of_the_box(name, when):
     expected = boxes(KINDS[name], 7, when)
     np.testing.assert_allclose(z, expected[0], rtol=1e-12, atol=1e-13)
     np.testing.assert_allclose(w, expected[1], rtol=1e-12)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_nodes_make_steps_by_their_weights(when):
+    """Negative control: as if all counted alike, they come elsewhere."""
+    z, w = state_of(after_steps("StoD", when, COUNTS))
+    expected, alike = (boxes(STOD, 7, when, counts=counts) for counts in (COUNTS, ALIKE))
+    np.testing.assert_allclose(z, expected[0], rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(w, expected[1], rtol=1e-12)
+    assert np.abs(z - alike[0]).max() > 0.03
 
 
 def test_mass_is_conserved_where_links_are_absent():
@@ -98,21 +126,46 @@ def test_with_doubly_stochastic_weights_it_is_decentralised_sgd(when):
     np.testing.assert_allclose(running.state.lower.w.value, 1, rtol=1e-14)
 
 
+@pytest.mark.parametrize("counts", [ALIKE, COUNTS])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_over_directed_links_all_nodes_come_to_the_minimiser_of_the_mean(when):
-    """Negative control: without the division by w, or with the rows' mean, the limit is another one."""
-    target = minimiser(np.ones(N))
-    algorithm = fb.SGP(links.Given(UNEVEN), optax.exponential_decay(0.2, 200, 0.1), when)
-    rows = np.asarray(Running(algorithm).advance(600).state.lower.y.value)
-    np.testing.assert_allclose(rows, np.tile(target, (N, 1)), atol=5e-3)
-    assert np.abs(rows * stationary(UNEVEN)[:, None] - target).max() > 0.1
-    assert np.abs(minimiser(stationary(UNEVEN)) - target).max() > 0.03
+def test_over_directed_links_all_nodes_come_to_rest_near_the_minimiser_of_the_mean(when, counts):
+    """Where the box does; extrapolated to a step size of zero, that is the minimiser.
+
+    Negative control: without the division by w, or with the rows' mean, the limit is another one.
+    """
+    running = Running(fb.SGP(links.Given(UNEVEN), LR, when), counts=counts).advance(400)
+    rest = resting_point(counted(counts), UNEVEN, X, LR, when, 400)[0]
+    np.testing.assert_allclose(running.state.lower.y.value, rest, rtol=1e-10)
+    coarse, fine = (
+        resting_point(counted(counts), UNEVEN, X, lr, when, round(20 / lr))[0] for lr in (0.01, 0.005)
+    )
+    target, limit = minimiser(counts), 2 * fine - coarse
+    np.testing.assert_allclose(limit, np.tile(target, (N, 1)), atol=5e-3)
+    assert np.abs(limit * stationary(UNEVEN)[:, None] - target).max() > 0.1
+    assert np.abs(minimiser(stationary(UNEVEN) * counts) - target).max() > 0.03
 
 
-def minimiser(weights):
+def test_before_sending_over_complete_links_they_come_to_the_weighted_minimiser_exactly():
+    """Negative control: it is not that of nodes that count alike."""
+    running = Running(fb.SGP(links.Complete(), LR, "before"), counts=COUNTS).advance(400)
+    target = minimiser(COUNTS)
+    np.testing.assert_allclose(running.state.lower.y.value, np.tile(target, (N, 1)), rtol=1e-10)
+    assert np.abs(target - minimiser(ALIKE)).max() > 0.03
+
+
+def test_a_node_that_counts_twice_is_two_nodes():
+    """Over complete links, with steps before sending."""
+    two, z, w = jax.tree.map(first_twice, drawn()), np.zeros((N + 1, DY)), np.ones(N + 1)
+    for _ in range(7):
+        z, w = sgp_step(two, np.full((N + 1, N + 1), 1 / (N + 1)), first_twice(X), z, w, LR, "before")
+    found = after_steps("complete", "before", (2.0,) + (1.0,) * (N - 1)).state.lower.y.value
+    np.testing.assert_allclose(first_twice(found), z, rtol=1e-12)
+
+
+def minimiser(counts):
     """Of the weighted sum of g."""
     q = drawn()
-    return np.linalg.solve(np.einsum("n,nij->ij", weights, q.A), weights @ (q.B @ X[0] + q.b))
+    return np.linalg.solve(np.einsum("n,nij->ij", counts, q.A), np.asarray(counts) @ (q.B @ X[0] + q.b))
 
 
 def test_a_schedule_is_one_of_the_step():

@@ -45,6 +45,24 @@ def bilevel_batches() -> tuple[fb.Problem, fb.Clients]:
     return known.problem(), fb.Clients(*parts, weights="size")
 
 
+def of_y_alone(x: jax.Array, y: jax.Array, samples: Any) -> jax.Array:
+    """The quadratic's f without its terms in x."""
+    gap = y - samples["c"]
+    return jnp.mean(jnp.einsum("si,sij,sj->s", gap, samples["D"], gap)) / 2
+
+
+def separated(
+    make: Callable[[], tuple[fb.Problem, fb.Clients]],
+) -> Callable[[], tuple[fb.Problem, fb.Clients]]:
+    """The same with an f that does not read x."""
+
+    def made() -> tuple[fb.Problem, fb.Clients]:
+        known, clients = make()
+        return fb.Problem(of_y_alone, known.lower, known.x0, known.y0), clients
+
+    return made
+
+
 def minimax() -> tuple[fb.Problem, fb.Clients]:
     known = fb.Saddle.random(jax.random.key(1), CLIENTS, 3, centred=False)
     return known.problem(), known.clients()
@@ -76,9 +94,15 @@ def sliced() -> tuple[fb.Problem, fb.Clients]:
     return narrow.problem(), narrow.clients(CLIENTS, batch_size=2)
 
 
+def public() -> jax.Array:
+    """Samples that everybody has."""
+    return jax.random.normal(jax.random.key(5), (4, narrow.INPUTS))
+
+
 RATES: dict[str, Any] = {"upper_lr": 0.1, "lower_lr": 0.2}
 SERIES: dict[str, Any] = RATES | {"terms": 4, "smoothness": 4.0}
 THREE: dict[str, Any] = RATES | {"adjoint_lr": 0.15}
+PARTS: dict[str, Any] = {"ratios": (1.0, 0.5, 0.25), "cohort": 2}
 
 CASES = {
     "FedNest": Case(bilevel, lambda: fb.FedNest(**SERIES, lower_rounds=2, lower_steps=2, upper_steps=2)),
@@ -116,7 +140,7 @@ CASES = {
     "SGP": Case(bilevel_batches, lambda: fb.SGP(fb.links.Stochastic(seed=1), 0.1, "before")),
     "PDBO": Case(
         bilevel_batches,
-        lambda: fb.PDBO(fb.links.Stochastic(seed=1), 0.1, 2, 2, fb.Adam(0.05), consensus=True),
+        lambda: fb.PDBO(fb.links.Stochastic(seed=1), 0.1, 2, fb.Adam(0.05), 2, consensus=True),
         variant=True,
     ),
     "QFFL": Case(bilevel, lambda: fb.QFFL(0.05, q=1.0, steps=2), variant=True),
@@ -134,10 +158,12 @@ CASES = {
         mixture, lambda: fb.FedEM(0.2, links=fb.links.Given(jnp.roll(jnp.eye(CLIENTS), 1, 0))), variant=True
     ),
     "FedSep": Case(
-        bilevel, lambda: fb.FedSep(fb.SketchLasso(3, 0.01), fb.SGD(0.05), learn_steps=2), variant=True
+        separated(bilevel),
+        lambda: fb.FedSep(fb.SketchLasso(3, 0.01), fb.SGD(0.05), learn_steps=2),
+        variant=True,
     ),
     "FedSep-gradient": Case(
-        bilevel_batches,
+        separated(bilevel_batches),
         lambda: fb.FedSep(fb.GradientDecoder(0.2, 2, 2), fb.SGD(0.05), learn_steps=(1, 3, 2), cohort=2),
         variant=True,
     ),
@@ -162,6 +188,12 @@ CASES = {
         lambda: fb.FedSep(
             fb.Submodel((1.0, 0.5, 0.25), mask_steps=2), fb.SGD(0.1), learn_steps=(1, 2, 1), cohort=2
         ),
+        variant=True,
+    ),
+    "FedRolex": Case(sliced, lambda: fb.FedRolex(fb.SGD(0.1), learn_steps=2, **PARTS), variant=True),
+    "DSFL": Case(
+        sliced,
+        lambda: fb.DSFL(fb.SGD(0.1), fb.SGD(0.1), public(), distil_steps=2, **PARTS),
         variant=True,
     ),
     "every-verb": Case(bilevel, lambda: EveryVerb(0.1, cohort=2)),

@@ -64,7 +64,7 @@ def test_options_of_the_clients_stand_in_the_data_table(tmp_path: Any) -> None:
 
 def test_a_problem_on_data_knows_them(tmp_path: Any) -> None:
     built = build(plan(tmp_path, IMAGES))
-    dataset, clients = data_of(plan(tmp_path, IMAGES).config["data"])
+    dataset, clients, _ = data_of(plan(tmp_path, IMAGES).config["data"])
     assert built.clients is clients
     assert clients.n == 4
     assert clients.lower.batch_size == 8
@@ -80,6 +80,40 @@ def test_validation_data_for_metrics_alone_and_test_data_dealt_out(tmp_path: Any
     assert built.clients.has_validation
     assert built.problem.metrics == {}, "the data set's test samples are not unseen any more"
     assert set(build(plan(tmp_path, IMAGES)).problem.metrics) == {"balanced_accuracy", "test_accuracy"}
+
+
+DISTILLED = changed(
+    IMAGES,
+    ('kind = "LossTuning"', 'kind = "Classification"'),
+    ('kind = "MLP"\nsizes = [4, 10]', 'kind = "FourLayerCNN"\nfilters = 2'),
+    ("batch_size = 8", "batch_size = 8\npublic = 30"),
+    ('"FedNest"\nupper_lr = 0.1\nlower_lr = 0.1', '"FedDF"'),
+)
+DISTILLED += (
+    'learn = { kind = "SGD", learning_rate = 0.1 }\ndistil = { kind = "Adam", learning_rate = 0.01 }\n'
+)
+
+
+def test_public_samples_are_nobodys(tmp_path: Any) -> None:
+    built = build(plan(tmp_path, DISTILLED))
+    assert built.algorithm.public.shape == (30, 28, 28, 1)
+    public, owned = (
+        {row.tobytes() for row in np.asarray(part)}
+        for part in (built.algorithm.public, built.clients.lower.flat["inputs"])
+    )
+    assert len(public) == 30
+    assert not public & owned
+    again = build(plan(tmp_path, DISTILLED, data__seed=1)).algorithm.public
+    assert not np.array_equal(built.algorithm.public, again), "the data's seed draws them"
+
+
+def test_a_method_that_needs_public_samples_says_so(tmp_path: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"FedDF learns from public samples: data\.public must say how many"
+    ):
+        build(plan(tmp_path, changed(DISTILLED, ("public = 30\n", ""))))
+    with pytest.raises(DataError, match="10000 public samples are asked for, of 10000 training samples"):
+        build(plan(tmp_path, changed(DISTILLED, ("public = 30\n", "public = 10000\n"))))
 
 
 def test_the_seed_of_a_run_draws_the_model_and_not_the_data(tmp_path: Any) -> None:

@@ -80,6 +80,17 @@ def test_a_preset_changes_the_file_its_variants_and_its_grid(tmp_path: Any) -> N
     assert [(one.variant, one.config["problem"]["d"]) for one in wide] == [("slow, d=2", 2), ("slow, d=4", 4)]
 
 
+def test_a_preset_may_have_some_of_the_variants(tmp_path: Any) -> None:
+    text = changed(MANY, ("[presets.small]", '[presets.small]\nonly = ["as FedNest"]'))
+    assert {one.variant for one in described(tmp_path, text)} == {"slow", "as FedNest"}
+    assert {one.variant for one in described(tmp_path, text, preset="small")} == {"as FedNest"}
+    assert {one.variant for one in described(tmp_path, text, preset="small", only=["slow"])} == {"slow"}
+    with pytest.raises(ConfigError, match=r"no variant 'FedNest'; did you mean 'as FedNest'"):
+        described(tmp_path, changed(text, ('["as FedNest"]', '["FedNest"]')), preset="small")
+    with pytest.raises(ConfigError, match=r"presets\.small\.only is 'slow'; it must be a list of names"):
+        described(tmp_path, changed(text, ('["as FedNest"]', '"slow"')), preset="small")
+
+
 def test_a_grid_is_every_combination(tmp_path: Any) -> None:
     text = SADDLE + '\n[grid]\n"algorithm.upper_lr" = [0.1, 0.2]\n'
     found = described(tmp_path, text, grid={"problem.d": [2, 3]})

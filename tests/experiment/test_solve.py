@@ -12,11 +12,12 @@ import optax
 import pytest
 
 from fedbilevel import Clients, FedAvgS, FedNest, Ledger, Problem, load, minimax, solve
-from fedbilevel.algorithm.base import Algorithm, Rate, rate
+from fedbilevel.algorithm.base import Algorithm
 from fedbilevel.experiment import AdjointWarning, History
 from fedbilevel.fed import Program
 from fedbilevel.problem import ProblemError
 from fedbilevel.problem.quadratic import DistanceTo, lower_objective, saddle_objective, upper_objective
+from fedbilevel.schedule import Rate, rate
 
 # Every run below uses these shapes and `every=2`, so that nearly all of them share one compilation.
 EVERY = 2

@@ -76,7 +76,7 @@ def test_the_fastest_chain_mixes_faster_than_metropolis() -> None:
     pytest.importorskip("cvxpy")
     for seed in (0, 1):
         slow, fast = (
-            np.asarray(links.ErdosRenyi(0.4, weights=rule, seed=seed).network(6).base[0])
+            np.asarray(links.ErdosRenyi(0.4, mixing=rule, seed=seed).network(6).base[0])
             for rule in ("metropolis", "fastest")
         )
         np.testing.assert_array_equal(fast[slow == 0], 0)
@@ -99,8 +99,8 @@ def second_eigenvalue(matrix: Any) -> float:
 
 def test_without_the_solver_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "cvxpy", None)
-    with pytest.raises(ImportError, match=r"pip install \"fedbilevel\[networks\]\".*metropolis"):
-        links.ErdosRenyi(1.0, weights="fastest").network(3)
+    with pytest.raises(ImportError, match=r"pip install \"fedbilevel\[networks\]\".*mixing=.metropolis"):
+        links.ErdosRenyi(1.0, mixing="fastest").network(3)
 
 
 # ------------------------------------------------------------------- random links
@@ -287,8 +287,8 @@ def test_exact_backpropagation_takes_undirected_links(kind: links.Links) -> None
         ),
         (lambda: links.ErdosRenyi(1.5), "between 0 and 1"),
         (
-            lambda: links.ErdosRenyi(weights="fast"),
-            'weights is \'fast\'; it must be "metropolis" or "fastest"',
+            lambda: links.ErdosRenyi(mixing="fast"),
+            'mixing is \'fast\'; it must be "metropolis" or "fastest"',
         ),
         (lambda: links.Given(np.eye(3)).network(4), "the links are for 3 clients, but 4 take part"),
         (lambda: links.Complete().network(3).network(4), "the links are for 3 clients, but 4 take part"),

@@ -218,6 +218,20 @@ def test_links_that_do_not_fit_are_refused(fed: Any) -> None:
         Given([[np.nan]])
 
 
+@pytest.mark.parametrize(
+    ("weights", "alike", "expected"),
+    [("uniform", False, np.ones(4)), (WEIGHTS, False, WEIGHTS / 2), (WEIGHTS, True, np.ones(4))],
+)
+def test_relative_weights_are_known_and_make_of_a_plain_mean_the_weighted_one(
+    weights: Any, alike: bool, expected: Any
+) -> None:
+    everyone = federation(weights=weights).everyone
+    with metering() as meter:
+        relative = everyone.relative_weights(alike=alike)
+    assert bill(meter) == Ledger()
+    np.testing.assert_allclose(everyone.gather(relative, "back")[0], expected, rtol=1e-6)
+
+
 # ------------------------------------------------------- values that stay there
 
 

@@ -119,7 +119,7 @@ def quadratic() -> fb.Quadratic:
 
 
 def pdbo(upper: Any) -> fb.PDBO:
-    return fb.PDBO(fb.links.Ring(), 0.1, 2, 2, upper, alpha=None, beta=None)
+    return fb.PDBO(fb.links.Ring(), 0.1, 2, upper, 2, alpha=None, beta=None)
 
 
 def test_a_transformation_of_optax_runs_in_the_simulator() -> None:
@@ -127,6 +127,21 @@ def test_a_transformation_of_optax_runs_in_the_simulator() -> None:
     q = quadratic()
     x = fb.solve(q.problem(metrics={}), q.clients(), pdbo(optax.adam(0.1)), 1).x
     np.testing.assert_allclose(np.abs(x - 1), 0.1, rtol=1e-5)
+
+
+def stops(step: Any) -> Any:
+    """A schedule: a tenth at first, nothing from the second step on."""
+    return jnp.where(step < 1, 0.1, 0.0)
+
+
+def test_a_schedule_counts_the_steps_of_the_algorithm() -> None:
+    """Negative control: with a constant step size the second and third step move x."""
+    q = quadratic()
+    for rule, moves in ((fb.SGD(stops), False), (fb.SGD(0.1), True)):
+        seen: list[Any] = []
+        fb.solve(q.problem(metrics={}), q.clients(), pdbo(rule), 2, every=1, callback=seen.append)
+        assert not np.array_equal(seen[0].x, seen[1].x)
+        assert np.array_equal(seen[1].x, seen[2].x) != moves
 
 
 def test_in_clients_processes_the_error_says_what_to_use() -> None:

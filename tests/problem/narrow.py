@@ -31,10 +31,33 @@ class TwoLayers(Sliceable):
         return {"bias": 0, "first": 1, "second": 1}
 
 
-def problem():
+class Sigmoids(TwoLayers):
+    """The same with another curve, which is not zero at zero: a unit without weights still has an output."""
+
+    def __call__(self, parameters, inputs):
+        return jax.nn.sigmoid(inputs @ parameters["first"] + parameters["bias"]) @ parameters["second"]
+
+
+class Features(Sliceable):
+    """`inputs · weight`: its kernels are the rows of an input axis."""
+
+    def init(self, key, input_shape):
+        return {"weight": jr.normal(key, (INPUTS, CLASSES))}, (CLASSES,)
+
+    def __call__(self, parameters, inputs):
+        return inputs @ parameters["weight"]
+
+    def axes(self):
+        return {"weight": "feature ."}
+
+    def uses(self, input_shape):
+        return {"weight": 1}
+
+
+def problem(model=TwoLayers()):  # noqa: B008  (it has no state)
     """The same loss on both levels, of the model y; x is nothing."""
-    loss = CrossEntropy(OfModel(TwoLayers()))
-    return fb.Problem(loss, loss, (), TwoLayers().init(jr.key(0), (INPUTS,))[0])
+    loss = CrossEntropy(OfModel(model))
+    return fb.Problem(loss, loss, (), model.init(jr.key(0), (INPUTS,))[0])
 
 
 def clients(count=3, **options):

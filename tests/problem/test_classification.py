@@ -7,7 +7,8 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.problem.base import ProblemError
-from fedbilevel.problem.classification import Classification, InBlocks, OfLowerModel
+from fedbilevel.problem.classification import Classification, InBlocks
+from fedbilevel.problem.loss_tuning import OfModel
 from fedbilevel.tree import size
 
 DRAW = np.random.default_rng(4)
@@ -52,7 +53,7 @@ def test_there_is_no_upper_variable_and_any_other_does_not_matter():
 
 @pytest.mark.parametrize("samples", [1, 3, 7, 100])
 def test_blocks_give_what_all_samples_give(samples):
-    classifier, y = OfLowerModel(fb.Linear(3)), make().y0
+    classifier, y = OfModel(fb.Linear(3)), make().y0
     inputs = jnp.asarray(SAMPLES["inputs"])
     whole, parts = classifier((), y, inputs), InBlocks(classifier, samples)((), y, inputs)
     np.testing.assert_allclose(parts, whole, rtol=1e-6, atol=1e-6)

@@ -1,4 +1,4 @@
-"""ResNet and the four-layer CNN: sizes, derivatives, and that a small model is the masked large one."""
+"""ResNet, the four-layer CNN and the sliced MLP: sizes, derivatives, and that a small model is the masked large one."""
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from fedbilevel.problem.cnn4 import FourLayerCNN
 from fedbilevel.problem.image import convolve
 from fedbilevel.problem.resnet import ResNet, ResNet18
 from fedbilevel.problem.scaled import ScaledConvolution
+from fedbilevel.problem.sliced_mlp import SlicedMLP
 from fedbilevel.problem.submodel import Kernels
 from fedbilevel.tree import all_finite, normal_like, size
 from problem.second_order import check_second_derivatives
@@ -30,6 +31,7 @@ def shapes_of(model, input_shape):
         (ResNet18(100), (32, 32, 3), 11_220_132),
         (FourLayerCNN(filters=64), (32, 32, 3), 97_866),
         (FourLayerCNN(pooled=1), (28, 28, 1), 77_034),
+        (SlicedMLP((64, 10)), (28, 28, 1), 784 * 64 + 64 + 650),
         # Three 3 × 3 layers and a 2 × 2 one, each with a scale and a shift, and 32 · 2 · 2 features.
         (FourLayerCNN(norm="group"), (28, 28, 1), 288 + 2 * 9216 + 4096 + 4 * 64 + 1280 + 10),
     ],
@@ -59,10 +61,14 @@ def test_flops_are_two_for_each_use_of_a_weight():
     assert kernels.cost(1.0)["flops"] == 2 * uses
     resnet = Kernels.of(ResNet18(), shapes_of(ResNet18(), (32, 32, 3)), (32, 32, 3))
     assert resnet.cost(1.0)["flops"] == 2 * 555_422_720  # what others' counters of multiplications say
+    halved = ResNet(stride=2)
+    quarter = Kernels.of(halved, shapes_of(halved, (32, 32, 3)), (32, 32, 3))
+    assert quarter.cost(1.0)["flops"] == 2 * ((555_422_720 - 5120) // 4 + 5120)  # but for the head
 
 
 CASES = {
-    "ResNet": (ResNet, TINY),
+    "ResNet": (ResNet, TINY | {"stride": 2}),
+    "MLP": (SlicedMLP, {"sizes": (6, 4, 3)}),
     "CNN": (FourLayerCNN, {"filters": 4, "outputs": 3, "pooled": 2}),
 }
 
@@ -85,13 +91,12 @@ def test_a_small_model_is_the_masked_large_one(case):
         mask = kernels.mask(parameters, keep)
         masked = jax.tree.map(jnp.multiply, parameters, mask)
         outputs, pull = jax.vjp(lambda p: large(p, images), masked)
-        return outputs, pull(jnp.cos(outputs))[0], mask, kernels.present(masked)
+        return outputs, pull(jnp.cos(outputs))[0], mask
 
-    outputs, slope, mask, present = compared(parameters, keep)
+    outputs, slope, mask = compared(parameters, keep)
     narrow = jax.jit(small)
     np.testing.assert_allclose(narrow(kernels.extract(parameters, keep), images), outputs, rtol=1e-9)
     assert np.max(np.abs(narrow(kernels.extract(parameters, half), images) - outputs)) > 1e-3
-    assert all(np.array_equal(a, b) for a, b in zip(present, keep, strict=True))
     for own, held in zip(jax.tree.leaves(slope), jax.tree.leaves(mask), strict=True):
         assert np.all(np.where(held == 0, own == 0, True))
         assert np.any(own != 0)
@@ -147,7 +152,9 @@ def test_a_kernel_of_size_two_and_the_scaler():
         (lambda: ResNet(channels=(4,), blocks=(1, 1)), "1 numbers of channels and 2 of blocks"),
         (lambda: ResNet18(norm="bach"), "norm is 'bach'; did you mean 'batch'"),
         (lambda: ResNet18(width=1.5), "width ratio is 1.5; it must be above 0 and at most 1"),
+        (lambda: ResNet(stride=3), "stride is 3; it must be 1 or 2"),
         (lambda: ResNet18(outputs=0), "is 0; it must be a whole number"),
+        (lambda: SlicedMLP((10,)), "it must have a hidden layer"),
         (lambda: FourLayerCNN(pooled=4), "pooled is 4; it must be 0, 1, 2 or 3"),
     ],
 )

@@ -8,7 +8,8 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.fed.ledger import Ledger, metering
-from fedbilevel.local.submodel import MaskNet, Submodel
+from fedbilevel.local.mask_net import MaskNet
+from fedbilevel.local.submodel import Submodel
 from fedbilevel.problem.base import ProblemError
 from fedbilevel.problem.cnn4 import FourLayerCNN
 from fedbilevel.problem.oracle import Client
@@ -107,18 +108,17 @@ def test_a_client_holds_its_share_and_learns_it_on_its_own_data():
     def rounds(x, memory):
         with metering() as meter:
             first = decoder.decoded(client(0), x, memory, ())
-        again = decoder.decoded(client(0), x, first[1], ())
-        other = decoder.decoded(client(1), x, memory, ())[0]
-        change = jax.tree.map(jnp.ones_like, x)
-        return first, again, other, decoder.encode(client(0), x, first[0], change, ()), meter.counts
+        again = decoder.decoded(client(0), x, first.memory, ())
+        other = decoder.decoded(client(1), x, memory, ()).y
+        return first, again, other, meter.counts
 
-    (y, first), (same, second), other, encoded, counts = rounds(x, memory)
+    (y, first, held), (same, second, _), other, counts = rounds(x, memory)
     held_by = [np.any(np.asarray(one["first"]) != 0, axis=0) for one in (y, other)]
     assert [own.sum() for own in held_by] == [4, 2]
     for name in x:
         kept = np.asarray(y[name]) != 0
         np.testing.assert_array_equal(np.asarray(y[name])[kept], np.asarray(x[name])[kept])
-        np.testing.assert_array_equal(encoded[name], kept)  # a ⊙ Δ
+        np.testing.assert_array_equal(held[name], kept)
         np.testing.assert_array_equal(same[name], y[name])  # no refreshment in the second round
     assert int(second["rounds"]) == 2
     assert bool(jnp.all(first["phi"]["bias"] == second["phi"]["bias"]))
@@ -170,6 +170,8 @@ def test_encode_is_the_transpose_of_the_derivative_of_decode():
     assert abs(float(dot(first_term, v)) - difference) > 1e-4 * abs(difference)
 
 
-def test_soft_masks_need_the_full_encoder():
+def test_settings_that_do_not_go_together_are_explained():
     with pytest.raises(ValueError, match="soft masks are only for `full`"):
         Submodel(0.5, soft=True)
+    with pytest.raises(ValueError, match='average is "holders", but with `full` every number of x may move'):
+        Submodel(0.5, full=True, average="holders")

@@ -5,6 +5,8 @@ The lower level is an iteration z ← P φ(z) + ψ(z) over the network; with the
 neighbours' adjoints u, the transposed derivative is, in both cases,
 
     u ← m − (α/w) H q,    v ← v − α J q,    q = m (before) or the node's own u (after).
+
+Where nodes count by weights, α is that of the node: its relative weight (1 in the mean) times the common one.
 """
 
 from __future__ import annotations
@@ -28,27 +30,27 @@ Outer: TypeAlias = Literal["global", "own", "local"]
 
 
 class AdjointStart(Program):
-    """`(x, y, w) ↦ (direct, c)`: the direct gradient, like x, and `∇_z F = ∇_y f/w`, one row a target.
+    """`(x, y, w, relative) ↦ (direct, c)`: the direct gradient, like x, and `∇_y f/w`, one row a target.
 
-    For the mean cost there is one target and both are divided by n. For every node's own cost there are n,
-    and a node starts with its own row only.
+    For the mean cost there is one target, and both are multiplied by the node's share of it, 1/n times its
+    relative weight. For every node's own cost there are n, and a node starts with its own row only.
     """
 
     outer: Outer = eqx.field(static=True)
     nodes: int = eqx.field(static=True)
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
-        x, y, w = values
+        x, y, w, relative = values
         f_x, f_y = me.f_x_and_y(x, y, me.batch("upper", me.key))
         if self.outer == "own":
             mine = (jnp.arange(self.nodes) == me.id).astype(w.dtype)
             return f_x, jax.tree.map(lambda leaf: jnp.multiply.outer(mine.astype(leaf.dtype), leaf / w), f_y)
-        share = 1 / self.nodes if self.outer == "global" else 1.0
+        share = relative / self.nodes if self.outer == "global" else 1.0
         return scale(share, f_x), jax.tree.map(lambda leaf: share * leaf[None] / w, f_y)
 
 
 class Backward(Program):
-    """`(x, y, w, v, vectors, c, received, again) ↦ (v, vectors)`: one step of the adjoint recursion.
+    """`(x, y, w, relative, v, vectors, c, received, again) ↦ (v, vectors)`: a step of the adjoint recursion.
 
     `vectors` has leading axes (kinds, targets): kinds are u, or u and w̃ where variance is reduced,
 
@@ -59,7 +61,7 @@ class Backward(Program):
     with Âu = m − (α/w) H q. With (a, b) = (1, 0) it is the plain recursion, and w̃ is not carried.
 
     Args:
-        lr: α, the step size of the lower level.
+        lr: α of a node that has the mean weight, the step size of the lower level.
         keep: a.
         renew: b.
         when: where the lower level's gradient step is.
@@ -73,11 +75,12 @@ class Backward(Program):
     fresh: bool = eqx.field(static=True, default=False)
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
-        x, y, w, v, vectors, c, received, again = values
+        x, y, w, relative, v, vectors, c, received, again = values
         q = received if self.when == "before" else vectors
         jq, hq = self._products(me, (x, y), q, again if self.when == "before" else vectors)
-        moved = step(received, self.lr / w, hq)
-        return self._mixed_v(v, jq), self._mixed(vectors, moved, c)
+        lr = self.lr * relative
+        moved = step(received, lr / w, hq)
+        return self._mixed_v(v, lr, jq), self._mixed(vectors, moved, c)
 
     def _products(
         self, me: Client, at: tuple[PyTree, PyTree], q: PyTree, q_v: PyTree
@@ -89,11 +92,11 @@ class Backward(Program):
         jq = me.g_xy_each(*at, q_v, me.batch("lower", k_v))
         return jq, me.g_yy_each(*at, q, me.batch("lower", k_u))
 
-    def _mixed_v(self, v: PyTree, jq: PyTree) -> PyTree:
+    def _mixed_v(self, v: PyTree, lr: Any, jq: PyTree) -> PyTree:
         change = row(jq, 0)
         if self._kinds(jq) == 2:
             change = add(scale(self.keep, change), scale(1 - self.keep, row(jq, 1)))
-        return step(scale(self.keep, v), self.lr, change)
+        return step(scale(self.keep, v), lr, change)
 
     def _mixed(self, vectors: PyTree, moved: PyTree, c: PyTree) -> PyTree:
         u = row(moved, 0)

@@ -54,7 +54,10 @@ class PushAdjoint(eqx.Module):
         u' ← Âu
         w̃ ← b (Âw̃ + c) + (1 − b)(w̃ + u') ;  u ← u'            v = 0, u = w̃ = c at first
 
-    and the hypergradient is v and the direct gradient. (a, b) = (1, 0) is HGP, where only u is sent.
+    and the hypergradient is v and the direct gradient. (a, b) = (1, 0) is HGP, where only u is sent. Nodes
+    count by the weights of `Clients`, in the iteration and in the mean cost. Its links must come from one
+    distribution: over a schedule (`links.Given` with several matrices) the exchanges would have to go back in
+    time, and what comes out is biased, however many the terms (`ITD` is exact there).
 
     Args:
         terms: M, how many rounds.
@@ -110,7 +113,8 @@ class PushAdjoint(eqx.Module):
         """The hypergradient in its own x, at every node."""
         everyone = fed.everyone
         k_start, k_rounds = jr.split(key)
-        start = everyone.run(AdjointStart(self.outer, fed.n), at.x, at.y, at.w, key=k_start)
+        point = *at[:3], everyone.relative_weights(alike=self.outer == "local")
+        start = everyone.run(AdjointStart(self.outer, fed.n), *point, key=k_start)
         begun = everyone.run(Begun(2 if self.reduced else 1), at.x, start[1], key=key)
 
         def body(index: Any, carry: tuple[At, At]) -> tuple[At, At]:
@@ -120,7 +124,7 @@ class PushAdjoint(eqx.Module):
             time = at.time + (2 if twice else 1) * index
             received = self._received(fed, at, vectors, time, k_links)
             again = self._received(fed, at, vectors, time + 1, k_again) if twice else received
-            out = everyone.run(self._program(at), *at[:3], v, vectors, start[1], received, again, key=k_run)
+            out = everyone.run(self._program(at), *point, v, vectors, start[1], received, again, key=k_run)
             return out[0], out[1]
 
         v, _ = fed.loop(self.terms, body, (begun[0], begun[1]))
@@ -148,9 +152,7 @@ _CHOICES = {
 
 
 def HGP(terms: int, **options: Any) -> PushAdjoint:
-    """Hypergradient push: the plain recursion. Unbiased; over random links its variance does not fall with
-    M.
-    """
+    """Hypergradient push, the plain recursion: unbiased, but over random links no better with more terms."""
     return PushAdjoint(terms, **options)
 
 
@@ -170,9 +172,7 @@ def VRHGP(terms: int, alpha: Any = 0.9, beta: Any = 0.1, **options: Any) -> Push
 
 
 def receiving_weights(network: Network) -> Matrix:
-    """`(n, n)`: `p̄_ij/δ̄_{j→i}`, what node i multiplies with what it receives from j; 0 where it never
-    hears j.
-    """
+    """`(n, n)`: `p̄_ij/δ̄_{j→i}`, node i's factor of what it receives from j; 0 where it never hears j."""
     heard = network.heard()
     return np.where(heard > 0, network.expected().T / np.where(heard > 0, heard, 1), 0.0)
 

@@ -13,6 +13,8 @@ import numpy as np
 
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.links import Complete
+from fedbilevel.fed.network import check_links
+from fedbilevel.schedule import Schedule
 from fedbilevel.tree import PyTree
 
 State = TypeVar("State")
@@ -28,27 +30,6 @@ class Variables(NamedTuple):
 
     x: PyTree
     y: PyTree
-
-
-class Schedule(eqx.Module):
-    """A step size that depends on the step: wraps an optax schedule `step -> value`."""
-
-    function: Callable[[Any], Any] = eqx.field(static=True)
-
-    def __call__(self, time: Any) -> Any:
-        return self.function(time)
-
-
-Rate: TypeAlias = float | jax.Array | Schedule | Callable[[Any], Any]
-"""A step size: a number, or an optax schedule of the step."""
-
-
-def rate(value: Any) -> Any:
-    """A step size as a leaf of the algorithm's tree: schedules are wrapped, numbers stay."""
-    number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
-    if not (number or callable(value) or hasattr(value, "shape")):
-        raise ValueError(f"a step size is {value!r}; it must be a number of at least 0, or an optax schedule")
-    return Schedule(value) if callable(value) and not isinstance(value, Schedule | jax.Array) else value
 
 
 class Algorithm(eqx.Module, Generic[State]):
@@ -116,6 +97,7 @@ def with_server(method: Any, n: int) -> Any:
 
     A server hears everybody in every exchange. Only links between all clients, always there, do as much.
     """
+    check_links(method.links)
     heard = method.links.network(n).heard()
     if not np.all(heard + np.eye(n) >= 1):
         raise CannotRunError(f"{type(method).__name__} needs a server, which only complete links give")

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import jax.random as jr
 
 from fedbilevel.adjoint.neumann import Neumann
-from fedbilevel.algorithm.base import Algorithm, Info, Rate, check_lengths, decides, rate
+from fedbilevel.algorithm.base import Algorithm, Info, check_lengths, decides
 from fedbilevel.fed.cohort import Cohort
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.place import At, Kept
 from fedbilevel.local.field import Field, FieldSteps, GlobalField, LocalField, Ownership, Values
 from fedbilevel.local.work import Amount, amount, check_amounts, check_count
+from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree, zeros_like
 
 Lower = Literal["global", "local"]

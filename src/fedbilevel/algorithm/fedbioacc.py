@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 
-from fedbilevel.algorithm.base import Algorithm, Info, Rate, decides, rate
+from fedbilevel.algorithm.base import Algorithm, Info, decides
 from fedbilevel.algorithm.fedbio import (
     FieldState,
     Lower,
@@ -29,6 +29,7 @@ from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.place import At, Kept, map_kept
 from fedbilevel.local.storm import FirstMomenta, Storm, StormMomenta, StormSteps
 from fedbilevel.local.work import Amount, amount, check_count
+from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree, zeros_like
 
 

@@ -11,7 +11,7 @@ import jax.random as jr
 from fedbilevel.adjoint.base import Adjoint
 from fedbilevel.adjoint.cg import ConjugateGradients
 from fedbilevel.adjoint.neumann import Neumann
-from fedbilevel.algorithm.base import Info, Rate, TwoVariables, Variables, decides, rate
+from fedbilevel.algorithm.base import Info, TwoVariables, Variables, decides
 from fedbilevel.algorithm.exchange import Point, global_adjoint
 from fedbilevel.fed.cohort import Cohort
 from fedbilevel.fed.federation import Federation
@@ -19,6 +19,7 @@ from fedbilevel.fed.place import At
 from fedbilevel.local.descent import Both, Descent, HyperDescent
 from fedbilevel.local.gradients import Assemble, LowerGradient, OwnHypergradient
 from fedbilevel.local.work import Amount, Work, amount, check_amounts, check_count
+from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree
 
 

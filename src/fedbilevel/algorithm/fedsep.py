@@ -8,19 +8,23 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import jax.random as jr
+from jax.interpreters.partial_eval import dce_jaxpr
 
-from fedbilevel.algorithm.base import Algorithm, Info, check_lengths, rate
+from fedbilevel.algorithm.base import Algorithm, Info, check_lengths
 from fedbilevel.algorithm.fedbio import copies
 from fedbilevel.fed.federation import Federation
-from fedbilevel.fed.loop import branch, repeat
+from fedbilevel.fed.loop import branch
 from fedbilevel.fed.place import Kept
 from fedbilevel.fed.program import Program
 from fedbilevel.local.decode import Decoder, EachDecoder
+from fedbilevel.local.learn import Learn
 from fedbilevel.local.optimizer import Optimizer, optimizer
 from fedbilevel.local.work import Amount, amount, check_amounts, of_client
-from fedbilevel.problem.base import Problem
+from fedbilevel.problem.base import Problem, ProblemError, objective
 from fedbilevel.problem.oracle import Client
+from fedbilevel.schedule import rate
 from fedbilevel.tree import PyTree, add, scale, sub
 
 
@@ -39,36 +43,35 @@ class PublicClient(Client):
         self.problem, self.id = problem, 0
 
 
-class Learn(eqx.Module):
-    """`y ↦ y`: so many steps of an optimiser on `f_i(x, ·)`, each on a fresh minibatch."""
-
-    rule: Optimizer
-    steps: Amount = eqx.field(static=True)
-
-    def __call__(self, me: Client, x: PyTree, y: PyTree) -> PyTree:
-        def body(index: Any, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-            gradient = me.f_y(x, carry[0], me.batch("upper", jr.fold_in(me.key, index)))
-            return self.rule.step(carry[0], gradient, carry[1])
-
-        learnt, _ = repeat(of_client(self.steps, me.id), body, (y, self.rule.init(y)))
-        return learnt
+def _check_of_y_alone(me: Client) -> None:
+    """Raise an error that explains if f reads x: a sketch is none, and only what y tells of x is encoded."""
+    x0, y0, batch = me.problem.x0, me.problem.y0, me.batch("upper", me.key)
+    traced = jax.make_jaxpr(lambda x: objective(me.problem, "upper", x, y0, batch))(x0)
+    if any(dce_jaxpr(traced.jaxpr, [True])[1]):
+        raise ProblemError(
+            "FedSep minimises f(y(x)), but the upper objective reads x itself: its direct gradient would be "
+            "lost. Use FedBiOLocal, or an f of y alone"
+        )
 
 
 class DecodeLearnEncode(Program):
-    """`(x, shared, memory) ↦ (Δx, y, memory)`: a client's whole round."""
+    """`(x, shared, memory) ↦ ((Δx, held), y, memory)`: a client's round; y is () where nobody looks at it."""
 
     decoder: Decoder
     learn: Learn
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
         x, shared, memory = values
-        y, memory = self.decoder.decoded(me.rekeyed(0), x, memory, shared)
-        change = sub(self.learn(me.rekeyed(1), x, y), y)
-        return self.decoder.encode(me.rekeyed(2), x, y, change, shared), y, memory
+        _check_of_y_alone(me)
+        y, memory, held = self.decoder.decoded(me.rekeyed(0), x, memory, shared)
+        change = sub(self.learn(me.rekeyed(1), x, y, None if held == () else held), y)
+        encoded = self.decoder.encode(me.rekeyed(2), x, y, change, shared)
+        say = held if self.decoder.over_holders else ()
+        return (encoded, say), y if self.decoder.shown else (), memory
 
 
 class EachDecodeLearnEncode(Program):
-    """A client's whole round with a decoder of its own: returns `(Δx, (), ())`.
+    """A client's whole round with a decoder of its own: returns `((Δx, held), (), ())`.
 
     What clients decode to may differ in shape, so nobody outside the client sees it.
     """
@@ -87,6 +90,13 @@ class EachDecodeLearnEncode(Program):
         return branch(of_client(self.decoders.assignment, me.id), rounds), (), ()
 
 
+def _over_holders(change: PyTree, held: PyTree) -> PyTree:
+    """The mean over those who have a say, given that over all of the cohort and the share of those who do."""
+    if held == ():
+        return change
+    return jax.tree.map(lambda mean, share: mean / jnp.where(share > 0, share, 1), change, held)
+
+
 def _rate_or_auto(value: Any) -> Any:
     return value if isinstance(value, str) and value == "auto" else rate(value)
 
@@ -101,7 +111,8 @@ class FedSep(Algorithm[Separated]):
     size η and an exact decoder, `−Δx/η` is the gradient of f_m(y_m(x)).
 
     `result.x` is what travels. `result.y` is what it decodes to, where everybody decodes alike; otherwise
-    one row a client: what it decoded when it last took part (nothing, where shapes differ between clients).
+    one row a client: what it decoded when it last took part. It is () where shapes differ between clients,
+    and of `Submodel`, whose y are parts of x: they would take the memory of a whole model for each client.
 
     Args:
         decoder: how x and y are joined: `GradientDecoder`, `SketchLasso`, `LinearSketch`, `Submodel`.
@@ -145,8 +156,7 @@ class FedSep(Algorithm[Separated]):
         kept = None if memory is None else fed.keep(copies(memory, fed.n))
         if self.decoder.alike:
             return Separated(x, self._decoded(fed, x, shared), kept)
-        y = () if self._differ else copies(fed.problem.y0, fed.n)
-        return Separated(x, fed.keep(y), kept)
+        return Separated(x, fed.keep(copies(fed.problem.y0, fed.n)) if self.decoder.shown else (), kept)
 
     @property
     def _differ(self) -> bool:
@@ -165,11 +175,13 @@ class FedSep(Algorithm[Separated]):
         rounds: Any = EachDecodeLearnEncode if self._differ else DecodeLearnEncode
         program = rounds(self.decoder, Learn(self.learn, self.learn_steps))
         out = cohort.run(program, cohort.send(state.x, "x"), cohort.agreed(shared), memory, key=k_round)
-        change = cohort.mean(out[0], "x", codec=self.decoder.codec(fed.problem, fed.n))
+        change = _over_holders(*cohort.mean(out[0], "x", codec=self.decoder.codec(fed.problem, fed.n)))
         x = self.decoder.allowed(fed.problem, add(state.x, scale(server_lr, change)))
-        y = self._decoded(fed, x, shared) if self.decoder.alike else cohort.put(state.y, out[1])
         kept = None if state.memory is None else cohort.put(state.memory, out[2])
-        return Separated(x, y, kept), {}
+        if self.decoder.alike:
+            return Separated(x, self._decoded(fed, x, shared), kept), {}
+        return Separated(x, cohort.put(state.y, out[1]) if self.decoder.shown else (), kept), {}
 
     def solution(self, state: Separated) -> tuple[PyTree, PyTree]:
-        return state.x, state.y
+        # What a warm decoder remembers is what it decoded.
+        return state.x, state.memory if self.decoder.warm else state.y

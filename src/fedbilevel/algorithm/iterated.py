@@ -32,11 +32,13 @@ from fedbilevel.tree import scale
 class ITD(eqx.Module):
     """The derivative of `mean f_i(x_i, y_i)` after T steps of push-sum from y0, in every node's own x.
 
-    It differentiates the steps themselves, with the links and batches that they drew, so it is exact whether
-    or not they have converged. "backward" remembers T points at every node and sends adjoints back over the
-    links in reverse order: in a real network the links of the past are gone, and directed ones have no way
-    back. "forward" carries the derivatives of z in every x, n d_x vectors like y, in every message, and sums
-    at the end what all nodes found. A reference to compare others with, on small problems.
+    It makes T steps of its own, with one step size (`adjoint_lr` of PDBO), and differentiates these
+    steps, with the links and batches that they drew, so it is exact whether or not they have converged.
+    "backward" remembers T points at every node and sends adjoints back over the links in reverse order:
+    in a real network the links of the past are gone, and directed ones have no way back. "forward"
+    carries the derivatives of z in every x, n d_x vectors like y, in every message, and sums at the end
+    what all nodes found. A reference to compare others with, on small problems. Nodes count by the
+    weights of `Clients`.
 
     Args:
         steps: T.
@@ -68,7 +70,7 @@ class ITD(eqx.Module):
 
     def _backward(self, fed: Federation, at: Equilibrium, k_start: jax.Array, k_steps: jax.Array) -> At:
         everyone, push = fed.everyone, PushSum(at.links, at.when)
-        z, w = _begun(fed, at)
+        (z, w), relative = _begun(fed, at), everyone.relative_weights()
         history = everyone.run(Room(self.steps), z, w, key=k_start)
 
         def ahead(index: Any, carry: tuple[At, At, At]) -> tuple[At, At, At]:
@@ -89,7 +91,7 @@ class ITD(eqx.Module):
             links, time = Reversed(at.links), at.time + place
             received = everyone.push(vectors, links, "u", key=k_links, time=time)
             program = BackwardAt(rule, place)
-            out = everyone.run(program, at.x, history, v, vectors, c, received, key=k_batch)
+            out = everyone.run(program, at.x, relative, history, v, vectors, c, received, key=k_batch)
             return out[0], out[1]
 
         v, _ = fed.loop(self.steps, back, (begun[0], begun[1]))
@@ -97,14 +99,15 @@ class ITD(eqx.Module):
 
     def _forward(self, fed: Federation, at: Equilibrium, k_start: jax.Array, k_steps: jax.Array) -> At:
         everyone, push = fed.everyone, PushSum(at.links, at.when)
-        z, w = _begun(fed, at)
+        (z, w), relative = _begun(fed, at), everyone.relative_weights()
         tangents = everyone.run(NoTangents(fed.n), at.x, z, key=k_start)
 
         def ahead(index: Any, carry: tuple[At, At, At]) -> tuple[At, At, At]:
             z, w, tangents = carry
             key, time = jr.fold_in(k_steps, index), at.time + index
             k_batch, k_links = step_keys(key)
-            out = everyone.run(OutgoingTangents(at.lr, at.when), at.x, z, w, tangents, key=k_batch)
+            program = OutgoingTangents(at.lr, at.when)
+            out = everyone.run(program, at.x, z, w, relative, tangents, key=k_batch)
             mixed = everyone.push(out[0], at.links, "tangents", key=k_links, time=time)
             tangents = everyone.run(ArrivedTangents(at.when), mixed, out[1], key=key)
             return *push.exchange(fed, at.x, z, w, at.lr, time, key), tangents
@@ -125,7 +128,8 @@ def _begun(fed: Federation, at: Equilibrium) -> tuple[At, At]:
 
 
 def _at_the_end(fed: Federation, at: Equilibrium, z: At, w: At, key: jax.Array) -> tuple[At, At]:
-    """The direct gradient and `∇_z f/(n w)` at the last point."""
-    y = fed.everyone.run(Debiased(), z, w, key=key)
-    start = fed.everyone.run(AdjointStart("global", fed.n), at.x, y, w, key=key)
+    """A node's share of the mean cost at the last point: its direct gradient, and that in z."""
+    everyone = fed.everyone
+    y = everyone.run(Debiased(), z, w, key=key)
+    start = everyone.run(AdjointStart("global", fed.n), at.x, y, w, everyone.relative_weights(), key=key)
     return start[0], start[1]

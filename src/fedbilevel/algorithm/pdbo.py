@@ -12,7 +12,7 @@ import jax.random as jr
 
 from fedbilevel.adjoint.backward import When
 from fedbilevel.adjoint.push import HGP, VRHGP, Equilibrium, PushAdjoint, receiving_weights
-from fedbilevel.algorithm.base import Algorithm, Info, Rate, rate
+from fedbilevel.algorithm.base import Algorithm, Info
 from fedbilevel.algorithm.fedbio import copies
 from fedbilevel.algorithm.sgp import Lower, PushSum, first_lower, rates_of_steps
 from fedbilevel.fed.federation import Federation
@@ -20,10 +20,11 @@ from fedbilevel.fed.network import Links, Network, check_all_answer, check_links
 from fedbilevel.fed.place import At, Kept
 from fedbilevel.fed.program import Program
 from fedbilevel.local.optimizer import Optimizer, optimizer
-from fedbilevel.local.push_sum import ReceivingWeights, Restart
+from fedbilevel.local.push_sum import Displaced, ReceivingWeights, Restart
 from fedbilevel.local.work import check_count
 from fedbilevel.problem.oracle import Client
-from fedbilevel.tree import PyTree, add, scale, sub
+from fedbilevel.schedule import Rate, rate, rate_if_given
+from fedbilevel.tree import PyTree, scale
 
 
 class Upper(NamedTuple):
@@ -53,18 +54,6 @@ class UpperStep(Program):
         return me.problem.constraint(x), memory
 
 
-class Displaced(Program):
-    """`(before, after, w) ↦ (z, w)`: what a node sends of x, `z = w · before + (after − before)`.
-
-    As the lower level's gradient steps, that of x is not weighted by w: then Σz, and so the limit, has every
-    node's step alike.
-    """
-
-    def __call__(self, me: Client, *values: Any) -> PyTree:
-        before, after, w = values
-        return add(scale(w, before), sub(after, before)), w
-
-
 class Agreed(Program):
     """`(z, w) ↦ x = z/w`, where it may be."""
 
@@ -80,16 +69,16 @@ class PDBO(Algorithm[PersonalState]):
 
     A step: M rounds of hypergradient push at the point the lower level has reached; a step of every node's
     optimiser on its x_i; T steps of stochastic gradient push under the new x. The start runs T steps under
-    x0, so the first row of a history is the network at the initial hyperparameters. Every node counts alike,
-    whatever the weights of `Clients` say.
+    x0, so the first row of a history is the network at the initial hyperparameters. In both means nodes count
+    by the weights of `Clients`.
 
     Args:
         links: who hears whom (`fedbilevel.links`).
         lower_lr: α of stochastic gradient push; a number, or an optax schedule of the INNER step.
         lower_steps: T.
-        terms: M.
         upper: the optimiser of x_i: one of `fedbilevel.Adam`, `SGD`, of optax, or a dict of these for the
             blocks of x. (Transformations of optax are closures, which cannot be sent to another process.)
+        terms: M.
         alpha, beta: of VR-HGP; None for both: plain HGP.
         adjoint: another way to the hypergradient, in the place of `terms`, `alpha` and `beta`
             (`adjoint.HGP`, `VRHGP`, `RecurrentBackpropagation`).
@@ -112,12 +101,12 @@ class PDBO(Algorithm[PersonalState]):
     links: Links
     lower_lr: Rate = eqx.field(converter=rate)
     lower_steps: int = eqx.field(static=True)
-    terms: int = eqx.field(static=True)
     upper: Optimizer = eqx.field(converter=optimizer)
+    terms: int | None = eqx.field(static=True, default=None)
     alpha: Any = 0.9
     beta: Any = 0.1
     adjoint: Any = None
-    adjoint_lr: Any = None
+    adjoint_lr: Any = eqx.field(converter=rate_if_given, default=None)
     warm_start: bool = eqx.field(static=True, default=False)
     when: When = eqx.field(static=True, default="after")
     statistics: Any = "estimated"
@@ -134,11 +123,19 @@ class PDBO(Algorithm[PersonalState]):
             raise ValueError(f"alpha is {self.alpha} and beta {self.beta}; give both, or None for both (HGP)")
         check_links(self.links)
         PushSum(self.links, self.when)
-        adjoint = self._adjoint()
-        if not hasattr(adjoint, "hypergradient"):
+        self._check_adjoint()
+
+    def _check_adjoint(self) -> None:
+        if self.adjoint is not None and not hasattr(self.adjoint, "hypergradient"):
             raise TypeError(
-                f"adjoint is {adjoint!r}; give one such as fedbilevel.adjoint.HGP(terms), or None"
+                f"adjoint is {self.adjoint!r}; give one such as fedbilevel.adjoint.HGP(terms), or None"
             )
+        if (self.terms is None) == (self.adjoint is None):
+            raise ValueError(
+                f"terms is {self.terms!r} and adjoint {self.adjoint!r}; give one of the two: how many terms "
+                "the hypergradient has, or another way to it, which has terms of its own"
+            )
+        adjoint = self._adjoint()  # its own settings are checked here
         if self.local and getattr(adjoint, "outer", None) != "local":
             raise ValueError(
                 "with local=True nodes solve their own lower level, which asks nobody: "
@@ -146,7 +143,7 @@ class PDBO(Algorithm[PersonalState]):
             )
 
     def _adjoint(self) -> Any:
-        if self.adjoint is not None:
+        if self.terms is None:
             return self.adjoint
         outer = {"outer": "local"} if self.local else {}
         plain = self.alpha is None
@@ -232,7 +229,10 @@ class PDBO(Algorithm[PersonalState]):
         """x after a step, mixed with the neighbours': push-sum with a weight of its own."""
         check_all_answer(fed)
         everyone = fed.everyone
-        sent = everyone.run(Displaced(), everyone.take(upper.x), moved, everyone.take(upper.w), key=key)
+        before, w = everyone.take(upper.x), everyone.take(upper.w)
+        # The hypergradient of the mean cost has the weights already; that of a node's own cost has not.
+        relative = everyone.relative_weights(alike=not self.local)
+        sent = everyone.run(Displaced(), before, moved, w, relative, key=key)
         mixed = everyone.push(sent, self.links, "x", key=key, time=time)
         x = everyone.run(Agreed(), mixed[0], mixed[1], key=key)
         return upper._replace(x=everyone.put(upper.x, x), w=everyone.put(upper.w, mixed[1]))

@@ -1,6 +1,4 @@
-"""Stochastic gradient push: descent on the mean of g over a network of nodes, by messages to neighbours
-alone.
-"""
+"""Stochastic gradient push: descent on the mean of g by messages to neighbours alone."""
 
 from __future__ import annotations
 
@@ -12,13 +10,14 @@ import jax.numpy as jnp
 import jax.random as jr
 
 from fedbilevel.adjoint.backward import When
-from fedbilevel.algorithm.base import Algorithm, Info, Rate, rate
+from fedbilevel.algorithm.base import Algorithm, Info
 from fedbilevel.algorithm.fedbio import copies
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.network import Links, check_all_answer, check_links, check_push_sum
 from fedbilevel.fed.place import At, Kept
 from fedbilevel.local.push_sum import Arrived, Debiased, Noted, Outgoing, Weighted
 from fedbilevel.local.work import check_count
+from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree
 
 
@@ -51,10 +50,10 @@ class Nodes(NamedTuple):
 
 
 class PushSum(eqx.Module):
-    """Steps of stochastic gradient push.
+    """Steps of stochastic gradient push; a node's step size is α times its relative weight.
 
     Args:
-        links: who hears whom; None: every node is alone, and nothing is exchanged.
+        links: who hears whom; None: every node is alone, nothing is exchanged, and all have the step size α.
         when: "before": nodes send `z − α∇_y g_i(x_i, z/w)`; "after": they send z and then subtract
             `α∇_y g_i` of the old point.
     """
@@ -70,10 +69,11 @@ class PushSum(eqx.Module):
         self, fed: Federation, x: At, z: At, w: At, lr: Any, time: Any, key: jax.Array
     ) -> tuple[At, At]:
         """One gradient step at every node and one exchange: the new z and w."""
-        everyone = fed.everyone
+        everyone, links = fed.everyone, self.links
         k_batch, k_links = step_keys(key)
-        out = everyone.run(Outgoing(lr, self.when), x, z, w, key=k_batch)
-        mixed, links = out[0], self.links
+        relative = everyone.relative_weights(alike=links is None)
+        out = everyone.run(Outgoing(lr, self.when), x, z, w, relative, key=k_batch)
+        mixed = out[0]
         if links is not None:
             mixed = everyone.push(mixed, links, "z", key=k_links, time=time)
         arrived = everyone.run(Arrived(self.when), mixed, out[1], key=key)
@@ -82,9 +82,7 @@ class PushSum(eqx.Module):
     def step(
         self, fed: Federation, x: At, now: Pushed, lr: Any, time: Any, key: jax.Array, before: Any = 0
     ) -> Pushed:
-        """An exchange, of which nodes note what they sent, whom they heard, and w, in a mean that has so many
-        values `before`.
-        """
+        """An exchange; nodes note what they sent and heard, and w in a mean of `before` values so far."""
         z, w = self.exchange(fed, x, now.z, now.w, lr, time, key)
         if self.links is None:
             return Pushed(z, w, now.statistics)
@@ -92,9 +90,7 @@ class PushSum(eqx.Module):
         return Pushed(z, w, fed.everyone.run(Noted(before), now.statistics, seen, w, key=key))
 
     def run(self, fed: Federation, x: At, start: Lower, rates: Any, key: jax.Array, first: Any = 0) -> Lower:
-        """As many steps as there are `rates`, from what the nodes keep; the time of the first one is
-        `first`.
-        """
+        """As many steps as there are `rates`, from what nodes keep; the first one is at the time `first`."""
         if self.links is not None:
             check_all_answer(fed)
         everyone = fed.everyone
@@ -124,15 +120,15 @@ class SGP(Algorithm[Nodes]):
     with the gradient step before sending or after receiving. The weights that a node gives away sum to one,
     so no mass is lost when links are absent, and dividing by w corrects for nodes that hear more than
     others: over directed random networks all y_i approach the minimiser of the mean of g (up to the step
-    size). With doubly stochastic weights w stays 1: decentralised SGD; with complete links, "before", it is
+    size). In that mean node i has its share p_i of the weights of `Clients`: its step size is `α n p_i`.
+    Where p_ij are doubly stochastic, w stays 1: decentralised SGD; with complete links, "before", it is
     FedAvg of one local step.
 
-    x stays where it starts, at every node. A step is one exchange. Every node counts alike, whatever the
-    weights of `Clients` say.
+    x stays where it starts, at every node. A step is one exchange.
 
     Args:
         links: who hears whom (`fedbilevel.links`).
-        lower_lr: α; a number or an optax schedule of the step.
+        lower_lr: α; a number or an optax schedule of the step. It must suit the node that counts most.
         when: "before" or "after".
 
     Cost a step: one round; a message of d_y + 1 scalars over every link that is present; one g_y a node.

@@ -11,8 +11,9 @@ from typing import Any
 import typer
 
 from fedbilevel import __version__
-from fedbilevel.cli import data, demo, look, run
+from fedbilevel.cli import data, demo, federate, launch, look, run, site
 from fedbilevel.cli.say import EPILOG, complain
+from fedbilevel.engine.mesh_join import LOST, LostProcessError
 
 app = typer.Typer(
     name="fedbilevel",
@@ -23,7 +24,8 @@ app = typer.Typer(
     epilog=EPILOG,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for group in (run.commands, look.commands, demo.commands):
+groups = (run, launch, federate, site, look, demo)
+for group in (module.commands for module in groups):
     app.registered_commands.extend(group.registered_commands)
 app.add_typer(data.commands, name="data")
 
@@ -60,7 +62,7 @@ def main() -> None:
         complain(
             str(error) if expected else f"{type(error).__name__}: {error} (FEDBILEVEL_DEBUG=1 shows where)"
         )
-        sys.exit(2 if expected else 70)
+        sys.exit(LOST if isinstance(error, LostProcessError) else 2 if expected else 70)
 
 
 def _one_line(message: Any, *_: Any, **__: Any) -> None:

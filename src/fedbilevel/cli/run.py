@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fedbilevel.algorithm.base import CannotRunError
 from fedbilevel.cli.say import is_terminal, remark, show
+from fedbilevel.engine.mesh_join import join, leads, place_of
 from fedbilevel.experiment.change import parsed
 from fedbilevel.experiment.config import Plan, plans
 from fedbilevel.experiment.estimate import duration, estimate
@@ -38,7 +40,7 @@ Only = Annotated[
     list[str] | None, typer.Option("--only", help="Run this variant of the file only; repeatable.")
 ]
 Steps = Annotated[int | None, typer.Option("--steps", "-n", help="Steps, in the place of the file's.")]
-EngineName = Annotated[str | None, typer.Option("--engine", "-e", help="simulator or process.")]
+EngineName = Annotated[str | None, typer.Option("--engine", "-e", help="simulator, process, mesh, nvflare.")]
 Again = Annotated[bool, typer.Option("--again", help="Begin anew where there is a run already.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
 
@@ -66,14 +68,14 @@ def run(
     todo = plans(
         file,
         preset=preset,
-        changes=_changes(change, steps, engine),
+        changes=changes_of(change, steps, engine),
         seeds=None if seed is None else [seed],
         only=only or (),
     )
     if dry_run:
         _estimate(todo)
     else:
-        _execute(todo, out or _usual_folder(file, preset), together=False, again=again, quiet=quiet)
+        finish(execute(todo, out or usual_folder(file, preset), together=False, again=again, quiet=quiet))
 
 
 @commands.command()
@@ -102,13 +104,13 @@ def sweep(
     todo = plans(
         file,
         preset=preset,
-        changes=_changes(change, steps, engine),
+        changes=changes_of(change, steps, engine),
         grid=dict(_values(text) for text in parameter),
         seeds=None if seeds is None else range(seeds),
         only=only or (),
     )
-    folder = out or _usual_folder(file, "-".join(filter(None, [preset, "sweep"])))
-    _execute(todo, folder, together=True, again=again, quiet=quiet)
+    folder = out or usual_folder(file, "-".join(filter(None, [preset, "sweep"])))
+    finish(execute(todo, folder, together=True, again=again, quiet=quiet))
 
 
 @commands.command()
@@ -129,9 +131,9 @@ def resume(
     if not found:
         raise RunError(f"there is no run in {folder}: no folder there has a config.toml")
     tasks = [
-        (plan, file.parent) for file in found for plan in plans(file, changes=_changes(None, steps, None))
+        (plan, file.parent) for file in found for plan in plans(file, changes=changes_of(None, steps, None))
     ]
-    _go_on(tasks, folder, together=False, again=False, quiet=quiet)
+    finish(_go_on(tasks, folder, together=False, again=False, quiet=quiet))
 
 
 @commands.command("compare")
@@ -160,7 +162,7 @@ def compare_runs(
 # --------------------------------------------------------------------- parts
 
 
-def _changes(change: Sequence[str] | None, steps: int | None, engine: str | None) -> dict[str, object]:
+def changes_of(change: Sequence[str] | None, steps: int | None, engine: str | None) -> dict[str, object]:
     """What the options change in a file."""
     given = dict(parsed(text) for text in change or ())
     return given | {key: value for key, value in (("steps", steps), ("engine", engine)) if value is not None}
@@ -174,11 +176,25 @@ def _values(text: str) -> tuple[str, list[object]]:
     return key, value if isinstance(value, list) else [value]
 
 
-def _usual_folder(file: pathlib.Path, addition: str | None) -> pathlib.Path:
+def usual_folder(file: pathlib.Path, addition: str | None) -> pathlib.Path:
+    """Where results go if nobody says."""
     return pathlib.Path("runs") / "-".join(filter(None, [file.stem, addition]))
 
 
+def _join(todo: Sequence[Plan]) -> None:
+    """Join the other processes, if there are any: before the first number is computed."""
+    others = sorted({plan.config["engine"]["kind"] for plan in todo} - {"mesh"})
+    if not others:
+        join()
+    elif place_of(os.environ) is not None:
+        raise ConfigError(
+            f"several processes were started, but the engine is {others[0]!r}, and each would do all of the "
+            "work: use --engine mesh, or start one"
+        )
+
+
 def _estimate(todo: Sequence[Plan]) -> None:
+    _join(todo)
     variants = {plan.variant: plan for plan in reversed(todo)}
     whole = 0.0
     for variant, plan in reversed(variants.items()):
@@ -193,26 +209,31 @@ def _estimate(todo: Sequence[Plan]) -> None:
     show(f"All {len(todo)} runs: about {duration(whole)}")
 
 
-def _execute(todo: Sequence[Plan], out: pathlib.Path, *, together: bool, again: bool, quiet: bool) -> None:
+def execute(todo: Sequence[Plan], out: pathlib.Path, **how: Any) -> list[Outcome]:
+    """Run plans in folders below `out` and compare them; the settings are those of `_go_on`."""
     if not todo:
         raise ConfigError("there is nothing to run")
-    _go_on([(plan, out / plan.folder) for plan in todo], out, together=together, again=again, quiet=quiet)
+    return _go_on([(plan, out / plan.folder) for plan in todo], out, **how)
 
 
-def _go_on(tasks: Sequence[Task], out: pathlib.Path, *, together: bool, again: bool, quiet: bool) -> None:
+def _go_on(
+    tasks: Sequence[Task], out: pathlib.Path, *, again: bool, quiet: bool, **how: Any
+) -> list[Outcome]:
+    _join([plan for plan, _ in tasks])
     outcomes = []
     try:
-        for outcome in run_all(tasks, together=together, again=again, progress=False if quiet else None):
+        for outcome in run_all(tasks, again=again, progress=False if quiet else None, **how):
             outcomes.append(outcome)
             remark(_line(outcome, len(outcomes), len(tasks)))
     except KeyboardInterrupt:
         remark(f"Interrupted. `fedbilevel resume {out}` goes on from the last checkpoints.")
         raise typer.Exit(130) from None
     try:
-        _compare([out], None, out, False)
+        if leads():
+            _compare([out], None, out, False)
     except RunError as error:  # the runs are done all the same
         remark(f"No comparison: {error}")
-    _finish(outcomes)
+    return outcomes
 
 
 def _line(outcome: Outcome, number: int, of: int) -> str:
@@ -236,7 +257,8 @@ def _compare(
         remark(f"Figures: {drawn[0]} and {len(drawn) - 1} more")
 
 
-def _finish(outcomes: Sequence[Outcome]) -> None:
+def finish(outcomes: Sequence[Outcome]) -> None:
+    """The last word: exit code 1 if a run diverged."""
     broken = [outcome for outcome in outcomes if outcome.status == "diverged"]
     if broken:
         remark(f"{len(broken)} of {len(outcomes)} runs diverged. Smaller step sizes? `fb.diagnose` helps.")

@@ -7,9 +7,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from fedbilevel.engine.mesh_join import leads
+
 EPILOG = (
     "Exit codes: 0 all is well, 1 a run diverged, 2 a mistake in a file or an option, 70 a bug, "
-    "130 interrupted."
+    "75 a process of a mesh was lost, 130 interrupted."
 )
 
 _errors = Console(stderr=True, soft_wrap=True)
@@ -27,10 +29,12 @@ def complain(message: str) -> None:
 
 
 def remark(message: str) -> None:
-    """What happens meanwhile."""
-    _errors.print(Text(message))
+    """What happens meanwhile; of several processes only the leading one says so."""
+    if leads():
+        _errors.print(Text(message))
 
 
 def show(thing: Any) -> None:
-    """What was asked for: text, or something that rich can draw."""
-    _out.print(Text(thing) if isinstance(thing, str) else thing)
+    """What was asked for: text, or something that rich can draw; said by the leading process."""
+    if leads():
+        _out.print(Text(thing) if isinstance(thing, str) else thing)

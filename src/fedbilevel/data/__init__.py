@@ -14,6 +14,7 @@ from fedbilevel.data.partition import (
     QuantitySkew,
     Shards,
 )
+from fedbilevel.data.public import set_aside
 from fedbilevel.data.source import SOURCES, DataMissingError, get, load
 from fedbilevel.data.split import LabelNoise, LongTail, Split
 
@@ -39,4 +40,5 @@ __all__ = [
     "federate",
     "get",
     "load",
+    "set_aside",
 ]

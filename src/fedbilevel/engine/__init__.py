@@ -1,7 +1,24 @@
 """Where a federation runs."""
 
+from fedbilevel.engine import conditions
 from fedbilevel.engine.base import Engine, TooFewClientsError
+from fedbilevel.engine.mesh import Mesh
+from fedbilevel.engine.mesh_join import LostProcessError, MeshError
+from fedbilevel.engine.nvflare.engine import NVFlare
+from fedbilevel.engine.nvflare.job import JobLostError
 from fedbilevel.engine.process import Process
 from fedbilevel.engine.simulator import Simulator, simulate
 
-__all__ = ["Engine", "Process", "Simulator", "TooFewClientsError", "simulate"]
+__all__ = [
+    "Engine",
+    "JobLostError",
+    "LostProcessError",
+    "Mesh",
+    "MeshError",
+    "NVFlare",
+    "Process",
+    "Simulator",
+    "TooFewClientsError",
+    "conditions",
+    "simulate",
+]

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import os
+import math
 import subprocess
 import sys
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from multiprocessing import Pipe
 from typing import Any, Self
 
-import jax.numpy as jnp
-
 from fedbilevel.data.clients import Clients
 from fedbilevel.engine.base import Engine, Session, Stepper, check_dropout
+from fedbilevel.engine.configuration import (
+    client_environment,
+    configuration,
+    main_script,
+    refuse_inside_client,
+)
 from fedbilevel.engine.remote import RemoteFederation
 from fedbilevel.engine.session import agree
-from fedbilevel.engine.wire import encode
-from fedbilevel.portable import PortableError, name_of, pack
 from fedbilevel.problem.base import Problem
 
 
@@ -35,10 +38,17 @@ class Process(Engine):
     Args:
         min_clients: fewer answers than this in an exchange are an error.
         timeout: seconds to wait for a client's answer before it is given up.
+        deadline: seconds after which an exchange goes on without those who have not answered (as in
+            `Simulator`). They finish what they were asked, and take part in the next one. In its first
+            exchange a client compiles its programs, which takes time too.
         dropout: probability that a client does not answer after a local computation (as in `Simulator`).
         factory: an importable function that makes the problem; default: the problem's own functions
             are sent by name, so they must be importable themselves.
         worker: the module that a client's process runs.
+
+    Attributes:
+        exchanges: for each of the last exchanges how many seconds each client took, `{client: seconds}`; of
+            one that is late, once it is done. `Link.measured` makes a simulated link of them.
     """
 
     def __init__(
@@ -48,13 +58,17 @@ class Process(Engine):
         dropout: float = 0.0,
         factory: Callable[[], Problem] | None = None,
         worker: str = "fedbilevel.engine.worker",
+        deadline: float | None = None,
     ) -> None:
         check_dropout(dropout)
         if min_clients < 1 or timeout <= 0:
             raise ValueError(
                 f"min_clients is {min_clients} and timeout is {timeout}; they must be at least 1 and above 0"
             )
-        self.min_clients, self.timeout, self.dropout = min_clients, timeout, dropout
+        if deadline is not None and not deadline > 0:
+            raise ValueError(f"deadline is {deadline}; it must be a number of seconds above 0")
+        self.min_clients, self.timeout, self.dropout, self.deadline = min_clients, timeout, dropout, deadline
+        self.exchanges: deque[dict[int, float]] = deque(maxlen=_REMEMBERED)
         self.factory, self.worker = factory, worker
         self._pool: Pool | None = None
 
@@ -71,13 +85,8 @@ class Process(Engine):
     def connect(
         self, problem: Problem, clients: Clients, stepper: Stepper, probes: Sequence[Stepper] = ()
     ) -> Iterator[Session]:
-        if _INSIDE in os.environ:
-            raise RuntimeError(
-                "this is a client's process, which must not start clients of its own. It runs your script to "
-                "find the functions that the script defines: put what should run once, such as the call of "
-                "`solve`, under `if __name__ == '__main__':`."
-            )
-        configure = self._configuration(problem, clients, stepper, probes)
+        refuse_inside_client()
+        configure = configuration(problem, clients, stepper, probes, self.factory)
         with contextlib.ExitStack() as stack:
             pool = self._pool or stack.enter_context(contextlib.closing(Pool(self.worker, self.timeout)))
             pool.grow(clients.n)
@@ -85,31 +94,16 @@ class Process(Engine):
                 pool, problem, clients, stepper, probes, min_clients=self.min_clients, dropout=self.dropout
             )
             agree(federation, configure)
-            yield federation.compile(stepper)
-
-    def _configuration(
-        self, problem: Problem, clients: Clients, stepper: Stepper, probes: Sequence[Stepper]
-    ) -> Callable[[int], bytes]:
-        """The message that sets a client up; made here first, so that a mistake shows before any start."""
-        if self.factory is not None:
-            name_of(self.factory)
-        common = {
-            "problem": self.factory or _without_metrics(problem),
-            "algorithm": stepper.at(0),  # schedules stay with the server, which sends their values
-            "probes": list(probes),
-            "n": clients.n,
-            "x64": jnp.result_type(float) == jnp.float64,
-        }
-        if "'__main__:" in str(pack(common)[0]) and not _main_script():
-            raise PortableError(
-                "a function or class of a notebook or prompt cannot be found by a client's process: "
-                "put it into a module and import it from there"
-            )
-        return lambda id: encode(*_configure(common | {"clients": clients.only(id), "id": id}))
+            # An evaluation is of all clients, however late.
+            with pool.hurried(lambda: None if federation.whole else self.deadline, self.exchanges):
+                yield federation.compile(stepper)
 
 
 _START = 120.0
 """Seconds that a new process has, at least, to import what it needs and answer for the first time."""
+
+_REMEMBERED = 10_000
+"""How many exchanges are remembered with the times they took."""
 
 
 class Pool:
@@ -121,6 +115,10 @@ class Pool:
         self.connections: list[Any] = []
         self._threads = ThreadPoolExecutor(max_workers=1024)  # as many as there are clients, in fact
         self._starting: set[int] = set()
+        self._talks: dict[int, Future[bytes]] = {}
+        self._behind: dict[int, float] = {}
+        self._deadline: Callable[[], float | None] = lambda: None
+        self._exchanges: deque[dict[int, float]] = deque(maxlen=1)
 
     @property
     def alive(self) -> set[int]:
@@ -145,26 +143,65 @@ class Pool:
 
         A thread a client, so that one that does not read or write holds up nobody longer than `timeout`.
         """
-        talks = {c: self._threads.submit(_talk, self.connections[c], m, limit) for c, m in messages.items()}
+        begun, seconds = time.monotonic(), dict[int, float]()
+        talks = {client: self._begin(client, message, limit, seconds) for client, message in messages.items()}
         timeout = max(self.timeout, _START) if self._starting & messages.keys() else self.timeout
         self._starting -= messages.keys()
+        self._exchanges.append(seconds)
+        deadline = self._deadline() or math.inf
         try:
-            wait(talks.values(), timeout)
+            wait(talks.values(), min(timeout, deadline))
         finally:  # also when interrupted: a reply that nobody reads would be taken for the next one
-            late = self._give_up(talks)
-        replies = {client: talk.exception() or talk.result() for client, talk in talks.items()}
-        too_late = TimeoutError(f"it did not answer within {timeout:g} s and was given up")
-        replies |= dict.fromkeys(late, too_late)
+            late = self._late(talks, begun, timeout, deadline)
+        replies = {c: late.get(c) or talk.exception() or talk.result() for c, talk in talks.items()}
         return {client: self._reply(client, reply) for client, reply in replies.items()}
 
-    def _give_up(self, talks: dict[int, Future[bytes]]) -> list[int]:
-        """Drop the clients that have not answered yet."""
-        late = [client for client, talk in talks.items() if not talk.done()]
-        for client in late:
-            self.processes[client].kill()
-            talks[client].exception()  # its thread sees the end of the process and ends too
-            self.drop(client)
+    @contextlib.contextmanager
+    def hurried(
+        self, deadline: Callable[[], float | None], exchanges: deque[dict[int, float]]
+    ) -> Iterator[None]:
+        """Inside, exchanges have a deadline, which may change, and the times they take are noted."""
+        before = self._deadline, self._exchanges
+        self._deadline, self._exchanges = deadline, exchanges
+        try:
+            yield
+        finally:
+            self._deadline, self._exchanges = before
+
+    def _begin(self, client: int, message: bytes, limit: int, seconds: dict[int, float]) -> Future[bytes]:
+        """A talk with a client, behind the last one if that is still going on; notes its time."""
+        earlier, connection = self._talks.get(client), self.connections[client]
+
+        def talk() -> bytes:
+            wait([] if earlier is None else [earlier])
+            begun = time.monotonic()
+            reply = _talk(connection, message, limit)
+            seconds[client] = time.monotonic() - begun
+            return reply
+
+        self._talks[client] = self._threads.submit(talk)
+        return self._talks[client]
+
+    def _late(
+        self, talks: dict[int, Future[bytes]], begun: float, timeout: float, deadline: float
+    ) -> dict[int, TimeoutError]:
+        """Who has not answered yet, and why: past the deadline it goes on, past the timeout it is dropped."""
+        late = {}
+        for client, talk in talks.items():
+            if talk.done():
+                del self._talks[client]
+                self._behind.pop(client, None)
+            elif time.monotonic() - self._behind.setdefault(client, begun) < timeout and deadline < math.inf:
+                late[client] = TimeoutError(f"it did not answer within the deadline of {deadline:g} s")
+            else:
+                self._give_up(client, talk)
+                late[client] = TimeoutError(f"it did not answer within {timeout:g} s and was given up")
         return late
+
+    def _give_up(self, client: int, talk: Future[bytes]) -> None:
+        self.processes[client].kill()
+        talk.exception()  # its thread sees the end of the process and ends too
+        self.drop(client)
 
     def _reply(self, client: int, reply: Any) -> bytes | Exception:
         broken = isinstance(reply, EOFError | OSError) and not isinstance(reply, TimeoutError)
@@ -178,7 +215,19 @@ class Pool:
         if connection is not None:
             connection.close()
         self.connections[client] = None
+        self._talks.pop(client, None)
+        self._behind.pop(client, None)
         return code
+
+    def label(self, client: int) -> str:
+        return f"client {client}"
+
+    @property
+    def behind(self) -> set[int]:
+        return set()
+
+    def peer(self, client: int) -> str:
+        return ""  # its processes have no way to each other
 
     def close(self) -> None:
         """End all clients."""
@@ -191,42 +240,11 @@ class Pool:
         self._starting.add(client)
         ours, theirs = Pipe()
         with theirs:
-            command = [sys.executable, "-m", self.worker, str(theirs.fileno()), *_main_script()]
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=_environment())
+            command = [sys.executable, "-m", self.worker, str(theirs.fileno()), *main_script()]
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=client_environment())
         return process, ours
 
 
 def _talk(connection: Any, message: bytes, limit: int) -> bytes:
     connection.send_bytes(message)
     return bytes(connection.recv_bytes(limit))
-
-
-def _configure(content: dict[str, Any]) -> tuple[Any, list[Any]]:
-    structure, arrays = pack(content)
-    return {"configure": structure}, arrays
-
-
-def _without_metrics(problem: Problem) -> Problem:
-    """Metrics are the server's business, and may be lambdas."""
-    return dataclasses.replace(problem, metrics={})
-
-
-def _environment() -> dict[str, str]:
-    """Clients find the modules that the server finds, and share the machine's cores."""
-    own = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    if "XLA_FLAGS" not in os.environ:
-        own["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
-    return dict(os.environ) | own | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", _INSIDE: "1"}
-
-
-_INSIDE = "FEDBILEVEL_CLIENT_PROCESS"
-"""Set in the environment of clients' processes."""
-
-
-def _main_script() -> list[str]:
-    """Where a client finds what the program itself defines, named `__main__:...`; nothing for a prompt."""
-    main = sys.modules.get("__main__")
-    spec, path = getattr(main, "__spec__", None), getattr(main, "__file__", None)
-    if spec is not None:
-        return ["-m", spec.name]
-    return [path] if path else []

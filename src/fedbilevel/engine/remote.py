@@ -20,6 +20,7 @@ import numpy.typing as npt
 from fedbilevel.data.clients import Clients
 from fedbilevel.engine.base import Session, Stepper, TooFewClientsError
 from fedbilevel.engine.handle import Numbers, Queue, Ref, spec_of
+from fedbilevel.engine.peers import push_directly
 from fedbilevel.engine.programs import programs_of
 from fedbilevel.engine.reply import Reply
 from fedbilevel.engine.session import RemoteSession
@@ -49,8 +50,21 @@ class Channel(Protocol):
     def alive(self) -> set[int]:
         """The clients that can still be reached."""
 
+    @property
+    def behind(self) -> set[int]:
+        """Those of them that are still busy with an earlier message."""
+
     def drop(self, client: int) -> Any:
         """Give a client up."""
+
+    def label(self, client: int) -> str:
+        """What a client is called in reports."""
+
+    def peer(self, client: int) -> str:
+        """What a client is called by its peers; "" where clients cannot reach each other."""
+
+    timeout: float
+    """Seconds to wait for an answer."""
 
 
 class RemoteFederation(Federation):
@@ -77,7 +91,7 @@ class RemoteFederation(Federation):
         self.numbers = Numbers()
         self.failures: list[str] = []
         self.agreed: dict[Any, tuple[Ref, set[int], list[Any]]] = {}
-        self._tokens = itertools.count()
+        self._tokens, self.rounds = itertools.count(), itertools.count()
         self._shapes: dict[Any, PyTree] = {}
 
     # -------------------------------------------------------------- language
@@ -128,9 +142,7 @@ class RemoteFederation(Federation):
         """The value of `ref` at each client, stacked, and who answered: one round trip."""
         ids = [int(i) for i in ids]
         asked = [i for k, i in enumerate(ids) if (had is None or had[k]) and i in self.channel.alive]
-        for client in asked:
-            self.queues[client].add("get", ref.address)
-        values = self._accepted(self.flush(asked, nbytes(ref.spec), ref.origin), ref)
+        values = self.values(asked, ref)
         if len(values) < self.min_clients:
             raise TooFewClientsError(
                 f"{len(values)} of {len(ids)} clients answered, and min_clients is {self.min_clients}. "
@@ -139,6 +151,13 @@ class RemoteFederation(Federation):
         nothing = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), ref.spec)
         rows = [values.get(i, nothing) for i in ids]
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows), np.array([i in values for i in ids])
+
+    def values(self, asked: Iterable[int], ref: Ref) -> dict[int, PyTree]:
+        """The values of `ref` at those of the clients that answer: one round trip."""
+        asked = list(asked)
+        for client in asked:
+            self.queues[client].add("get", ref.address)
+        return self._accepted(self.flush(asked, nbytes(ref.spec), ref.origin), ref)
 
     def _accepted(self, replies: dict[int, Reply], ref: Ref) -> dict[int, PyTree]:
         """The values that may enter a mean; whoever sent another one is reported."""
@@ -181,7 +200,7 @@ class RemoteFederation(Federation):
 
     def report(self, client: int, reason: str, origin: str = "") -> None:
         """Note that a client failed, and what it was asked for; it is left out of the current mean."""
-        line = f"client {client}: {reason}" + (f" (asked for {origin})" if origin else "")
+        line = f"{self.channel.label(client)}: {reason}" + (f" (asked for {origin})" if origin else "")
         self.failures.append(line)
         log.warning("%s", line)
 
@@ -295,6 +314,9 @@ class RemoteCohort(Cohort):
         return rows, jnp.asarray(answered)
 
     def _push(self, value: At, weights: jax.Array) -> tuple[Ref, int, Any]:
+        if self.fed.channel.peer(0):
+            ref, senders = push_directly(self, value, weights)
+            return ref, nbytes(value.value.spec), senders
         # The server relays: it reads every value and deals every client its mixture.
         rows, senders = self.fed.read(self.ids, value.value, value.present)
         mixed = jax.tree.map(lambda leaf: jnp.tensordot(weights.astype(leaf.dtype), leaf, axes=1), rows)

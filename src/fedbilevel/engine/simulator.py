@@ -14,6 +14,9 @@ import jax.numpy as jnp
 
 from fedbilevel.data.clients import Clients
 from fedbilevel.engine.base import Block, Engine, Session, Stepper, check_dropout
+from fedbilevel.engine.conditioned import ConditionedCohort, conditions_of
+from fedbilevel.engine.conditions import Availability, Conditions, Link, Speed, moment, set_moment
+from fedbilevel.engine.per_client import Numbers
 from fedbilevel.fed.cohort import Cohort
 from fedbilevel.fed.federation import Federation, answers, choose
 from fedbilevel.fed.ledger import Counts, as_arrays, book, metering
@@ -22,7 +25,7 @@ from fedbilevel.fed.place import At, Kept, PlacementError, Published, is_at
 from fedbilevel.fed.program import Program
 from fedbilevel.problem.base import Problem
 from fedbilevel.problem.oracle import Client
-from fedbilevel.tree import PyTree, all_finite, nbytes, row
+from fedbilevel.tree import PyTree, all_finite, nbytes, row, zeros_like
 
 _tokens = itertools.count()
 
@@ -34,17 +37,30 @@ class Simulator(eqx.Module, Engine):
         chunk: how many clients are computed at once; None: all of a cohort (`vmap`). A small number
             saves memory, and on CPU 1 makes convolutions with per-client weights faster.
         dropout: probability that a client does not answer after a local computation.
+        availability: who is there in which step: a probability, one for each client, or one of
+            `fedbilevel.conditions`, such as `OnOff(leaves=0.1, returns=0.3)`.
+        speed: how fast clients compute: seconds of an oracle call, one for each client, or `Speed(...)`.
+        link: how fast messages travel: latency in seconds, one for each client, or `Link(...)`.
+        deadline: seconds that the server waits for answers in an exchange; None: until all are there.
+
+    With `speed` or `link` the history has a column `simulated_seconds`. An exchange takes as long as the last
+    who answers needs to receive, compute and send; until the deadline, if someone does not answer.
 
     A NaN of one client makes the mean NaN and ends the run as diverged (`Process` leaves that client out).
     """
 
     chunk: int | None = eqx.field(static=True, default=None)
     dropout: float = eqx.field(static=True, default=0.0)
+    availability: Availability | Numbers | None = None
+    speed: Speed | Numbers | None = None
+    link: Link | Numbers | None = None
+    deadline: float | None = None
 
     def __check_init__(self) -> None:
         if self.chunk is not None and self.chunk < 1:
             raise ValueError(f"chunk is {self.chunk}; it must be at least 1, or None for all at once")
         check_dropout(self.dropout)
+        self._conditions()
 
     @contextlib.contextmanager
     def connect(
@@ -54,7 +70,13 @@ class Simulator(eqx.Module, Engine):
 
     def federation(self, problem: Problem, clients: Clients) -> SimulatedFederation:
         """The federation itself, for those who write their own loop around `step`."""
-        return SimulatedFederation(problem, clients, self.chunk, self.dropout)
+        conditions = self._conditions()
+        if conditions is not None:
+            conditions.check(clients.n)
+        return SimulatedFederation(problem, clients, self.chunk, self.dropout, conditions=conditions)
+
+    def _conditions(self) -> Conditions | None:
+        return conditions_of(self.availability, self.speed, self.link, self.deadline)
 
 
 class SimulatedFederation(eqx.Module, Federation):
@@ -65,6 +87,7 @@ class SimulatedFederation(eqx.Module, Federation):
     chunk: int | None = eqx.field(static=True, default=None)
     dropout: float = eqx.field(static=True, default=0.0)
     observe: Callable[[Program], None] | None = eqx.field(static=True, default=None)
+    conditions: Conditions | None = None
 
     @property
     def n(self) -> int:  # type: ignore[override]
@@ -93,18 +116,35 @@ class SimulatedFederation(eqx.Module, Federation):
     def compile(self, algorithm: Stepper) -> Session:
         return SimulatedSession(self, algorithm)
 
+    def all_finite(self, state: PyTree) -> jax.Array:
+        """Whether no number of a state is a NaN or an infinity."""
+        return all_finite(state)
+
+    def in_step(self, key: jax.Array, step: Any) -> contextlib.AbstractContextManager[None]:
+        """Inside, step number `step` of the run with this key is traced under the federation's conditions.
+
+        Those who write their own loop around `step` open it for each; conditions are not seen outside.
+        """
+        if self.conditions is None:
+            return contextlib.nullcontext()
+        return self.conditions.step(self.n, key, step)
+
     def loop(self, times: Any, body: Callable[[Any, PyTree], PyTree], carry: PyTree) -> PyTree:
         """Client values in the carry become plain arrays for the compiled loop, and client values again."""
         examples, treedef = jax.tree.flatten(carry, is_leaf=is_at)
 
-        def inside(index: Any, plain: PyTree) -> PyTree:
+        def inside(index: Any, carried: PyTree) -> PyTree:
+            plain, now = carried
+            set_moment(now)
             new = body(index, _placed(plain, treedef, examples))
             found: Any = jax.tree.structure(new, is_leaf=is_at)
             if found != treedef:
                 raise TypeError(f"the body of a loop must return what it got, {treedef}; it returned {found}")
-            return self._plain(new, examples)
+            return self._plain(new, examples), moment()
 
-        return _placed(repeat(times, inside, self._plain(carry, examples)), treedef, examples)
+        plain, now = repeat(times, inside, (self._plain(carry, examples), moment()))
+        set_moment(now)
+        return _placed(plain, treedef, examples)
 
     def _plain(self, carry: PyTree, examples: list[Any]) -> list[Any]:
         """The leaves of a carry, with `(value, present)` in the place of a client value."""
@@ -120,45 +160,67 @@ class SimulatedFederation(eqx.Module, Federation):
         return [self._pair(leaf) if isinstance(leaf, At) else leaf for leaf in leaves]
 
     def _pair(self, at: At) -> tuple[PyTree, Any]:
-        if at.present is not None or self.dropout == 0:
+        if at.present is not None or (self.dropout == 0 and self.conditions is None):
             return at.value, at.present
         return at.value, jnp.ones(jax.tree.leaves(at.value)[0].shape[0], bool)
 
 
-class SimulatedCohort(Cohort):
-    """A cohort whose client values are stacked arrays."""
+class SimulatedCohort(ConditionedCohort):
+    """A cohort whose client values are stacked arrays.
+
+    Attributes:
+        places: which rows of the federation's arrays are those of its clients.
+        held: how many rows a client value has here: one a client, unless other devices hold some.
+    """
 
     def __init__(self, fed: SimulatedFederation, ids: jax.Array, token: str, weights: Any) -> None:
         self.fed, self.ids, self.token, self.weights = fed, ids, token, weights
-        self.size = ids.shape[0]
+        self.size = self.held = ids.shape[0]
+        self.places = ids
 
     def _send(self, tree: PyTree) -> PyTree:
         # One copy for all: every client computes with the same value, which XLA can exploit.
         return jax.tree.map(jnp.asarray, tree)
 
     def _read_published(self, published: Published) -> tuple[PyTree, jax.Array, jax.Array]:
-        newcomers = jnp.sum(~published.holders[self.ids]).astype(jnp.int32)
+        new = ~published.holders[self.ids]
+        self._arriving(nbytes(published.value), who=new)
+        newcomers = jnp.sum(new).astype(jnp.int32)
         return self._send(published.value), published.holders.at[self.ids].set(True), newcomers
 
     def _deal(self, stacked: PyTree) -> PyTree:
-        return jax.tree.map(jnp.asarray, stacked)
+        return self._here(jax.tree.map(jnp.asarray, stacked))
+
+    def _here(self, stacked: PyTree) -> PyTree:
+        """Of one row for each client of the cohort, those that are held here."""
+        return stacked
 
     def _run(self, program: Program, values: tuple[At, ...], key: jax.Array, *, fails: bool) -> At:
         if self.fed.observe is not None:
             self.fed.observe(program)
 
-        def one(id: jax.Array, own: tuple[PyTree, ...]) -> tuple[PyTree, Counts]:
+        def one(place: jax.Array, id: jax.Array, own: tuple[PyTree, ...]) -> tuple[PyTree, Counts]:
             arguments = [v.value if not v.stacked else own[i] for i, v in enumerate(values)]
             with metering() as meter:
-                me = Client(self.fed.problem, self.fed.clients, id, id, jax.random.fold_in(key, id))
+                me = Client(self.fed.problem, self.fed.clients, place, id, jax.random.fold_in(key, id))
                 out = program(me, *arguments)
             return jax.tree.map(jnp.asarray, out), as_arrays(meter.counts)
 
         stacked = tuple(v.value if v.stacked else () for v in values)
-        out, spent = _each(one, self.fed.chunk)(self.ids, stacked)
+        out, spent = self._each(one)(self.places, self._here(self.ids), stacked)
         present = self._present(values, key, self.fed.dropout if fails else 0.0)
-        book({entry: jnp.sum(times * _ones(present, self.size)) for entry, times in spent.items()})
+        self._computed(spent, present)
+        worked = self._worked(present)
+        book({entry: jnp.sum(times * worked) for entry, times in spent.items()})
         return self._own(out, present=present)
+
+    def _each(self, one: Callable[..., Any]) -> Callable[..., Any]:
+        """`one` on every row that is held here."""
+        return _each(one, self.fed.chunk)
+
+    def _worked(self, present: Any) -> jax.Array:
+        """1 for a row whose work counts, 0 for that of a client that failed."""
+        return jnp.ones(self.held, jnp.int32) if present is None else self._here(present).astype(jnp.int32)
 
     def _present(self, values: tuple[At, ...], key: jax.Array, dropout: float) -> Any:
         masks = [v.present for v in values if v.present is not None]
@@ -166,29 +228,32 @@ class SimulatedCohort(Cohort):
         return answers(key, self.ids, dropout, had)
 
     def _take(self, kept: Kept) -> PyTree:
-        return row(kept.value, self.ids)
+        return row(kept.value, self.places)
 
     def _put(self, kept: Kept, value: At) -> Kept:
         rows = self._rows(value)
         if value.present is not None:
-            rows = _select(value.present, rows, row(kept.value, self.ids))
-        return Kept(jax.tree.map(lambda old, new: old.at[self.ids].set(new), kept.value, rows))
+            rows = select(self._here(value.present), rows, row(kept.value, self.places))
+        return Kept(jax.tree.map(lambda old, new: old.at[self.places].set(new), kept.value, rows))
 
     def _gather(self, value: At) -> tuple[PyTree, jax.Array]:
         rows = self._rows(value)
         if value.present is None:
             return rows, jnp.ones(self.size, bool)
-        return _select(value.present, rows, jax.tree.map(jnp.zeros_like, rows)), value.present
+        return select(self._here(value.present), rows, zeros_like(rows)), value.present
 
     def _push(self, value: At, weights: jax.Array) -> tuple[PyTree, int, jax.Array]:
         rows, senders = self._gather(value)
-        mixed = jax.tree.map(lambda leaf: jnp.tensordot(weights.astype(leaf.dtype), leaf, axes=1), rows)
+        heard = self._here(weights)
+        mixed = jax.tree.map(
+            lambda leaf: jnp.tensordot(heard.astype(leaf.dtype), leaf, axes=1), self._collected(rows)
+        )
         return mixed, nbytes(row(rows, 0)), senders
 
     def _rows(self, value: At) -> PyTree:
         if value.stacked:
             return value.value
-        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.size, *leaf.shape)), value.value)
+        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.held, *leaf.shape)), value.value)
 
 
 class SimulatedSession(Session):
@@ -214,7 +279,7 @@ class SimulatedSession(Session):
     def ask(self, probe: Stepper, state: PyTree, key: jax.Array) -> dict[str, Any]:
         fed = self.federation
         # All data of all clients at once could be a second copy of everything.
-        whole = SimulatedFederation(fed.problem, fed.clients.whole(), fed.chunk or _ASKED_AT_ONCE)
+        whole = SimulatedFederation(fed.problem, fed.clients.whole(), fed.chunk or ASKED_AT_ONCE)
         return _answer(whole, probe, state, key)
 
     def _advance(self, state: PyTree, key: jax.Array, first: int, steps: int, capacity: int) -> Block:
@@ -224,20 +289,20 @@ class SimulatedSession(Session):
         return block._replace(done=int(block.done), finite=bool(block.finite))
 
 
-@eqx.filter_jit
-def _begin(fed: SimulatedFederation, stepper: Stepper, key: jax.Array) -> tuple[PyTree, Counts]:
-    with metering() as meter:
+def begin(fed: SimulatedFederation, stepper: Stepper, key: jax.Array) -> tuple[PyTree, Counts]:
+    """The first state and what it cost."""
+    with metering() as meter, fed.in_step(key, 0):
         state = stepper.at(0).init(fed, key)
     return state, as_arrays(meter.counts)
 
 
-@eqx.filter_jit
-def _answer(fed: SimulatedFederation, probe: Stepper, state: PyTree, key: jax.Array) -> dict[str, jax.Array]:
+def answer(fed: SimulatedFederation, probe: Stepper, state: PyTree, key: jax.Array) -> dict[str, jax.Array]:
+    """What a probe reports at a state; nothing is billed."""
     with metering():
         return probe.step(fed, state, key)[1]
 
 
-_ASKED_AT_ONCE = 16
+ASKED_AT_ONCE = 16
 """How many clients answer a probe at a time."""
 
 
@@ -253,9 +318,9 @@ def simulate(
     """Many steps as one pure function: what `jax.vmap` over an algorithm's step sizes needs."""
 
     def one(time: jax.Array, state: PyTree) -> tuple[PyTree, dict[str, jax.Array], Counts, jax.Array]:
-        with metering() as meter:
+        with metering() as meter, fed.in_step(key, time):
             state, info = stepper.at(time).step(fed, state, jax.random.fold_in(key, time))
-        return state, info, as_arrays(meter.counts), all_finite(state)
+        return state, info, as_arrays(meter.counts), fed.all_finite(state)
 
     state, first = jax.tree.map(jnp.asarray, state), jnp.asarray(first, int)
     staged, (_, info, counts, _) = trace_once(one, first, state)
@@ -280,7 +345,7 @@ def simulate(
     return Block(state, done, finite, info, counts)
 
 
-_advance = eqx.filter_jit(simulate)
+_begin, _answer, _advance = eqx.filter_jit(begin), eqx.filter_jit(answer), eqx.filter_jit(simulate)
 
 
 def _each(function: Callable[..., Any], chunk: int | None) -> Callable[..., Any]:
@@ -292,11 +357,9 @@ def _each(function: Callable[..., Any], chunk: int | None) -> Callable[..., Any]
     return lambda *rows: jax.lax.map(lambda r: function(*r), rows, batch_size=chunk)
 
 
-def _ones(present: Any, size: int) -> Any:
-    return jnp.ones(size, jnp.int32) if present is None else present.astype(jnp.int32)
+def select(mask: jax.Array, a: PyTree, b: PyTree) -> PyTree:
+    """Row by row: that of `a` where the mask holds, else that of `b`."""
 
-
-def _select(mask: jax.Array, a: PyTree, b: PyTree) -> PyTree:
     def pick(p: jax.Array, q: jax.Array) -> jax.Array:
         return jnp.where(mask.reshape(-1, *(1,) * (p.ndim - 1)), p, q)
 

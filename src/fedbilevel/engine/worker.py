@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import runpy
 import sys
 import types
@@ -13,12 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedbilevel.data.clients import DataError
+from fedbilevel.engine.agreement import Agreement
+from fedbilevel.engine.mailbox import Mailbox, Post
+from fedbilevel.engine.own_data import Levels, OwnData, assembled, own_levels, report
 from fedbilevel.engine.programs import names, programs_of
 from fedbilevel.engine.wire import decode, encode
 from fedbilevel.fed.ledger import Counts, Entry, as_arrays, metering
-from fedbilevel.portable import Array, Json, imported, unpack
+from fedbilevel.portable import Array, Json, imported, loaded, pack, unpack
 from fedbilevel.problem.oracle import Client
-from fedbilevel.tree import PyTree
+from fedbilevel.tree import PyTree, add, scale
 
 
 class Broken:
@@ -29,10 +34,30 @@ class Broken:
 
 
 class Worker:
-    """One client: `answer(message) -> message`. The transport is somebody else's business."""
+    """One client: `answer(message) -> message`. The transport is somebody else's business.
 
-    def __init__(self, script: Sequence[str] = ()) -> None:
-        self.script = script
+    Args:
+        script: how the user's program was started, if names of `__main__` may be asked for.
+        data: where this client's own samples are (see `own_levels`); default: the server brings them.
+        site: its name, for a function that makes data for several.
+
+    Attributes:
+        mailbox: what peers send.
+        post: the way to peers, if the transport has one.
+        agreement: what this client agreed to run; default: whatever the server, whom it trusts, names.
+    """
+
+    def __init__(
+        self,
+        script: Sequence[str] = (),
+        data: str | None = None,
+        site: str = "",
+        agreement: Agreement | None = None,
+    ) -> None:
+        self.script, self.agreement = script, agreement
+        self.mailbox = Mailbox()
+        self.post: Post = _no_peers
+        self._levels = functools.cache(functools.partial(_own_levels, data, site))
         self.store: dict[int, Any] = {}
         self.spent: dict[Entry, int] = {}
 
@@ -41,7 +66,9 @@ class Worker:
         body, arrays = decode(message)
         reply: list[Array] = []
         if "configure" in body:
-            content = self._try_to_configure(body["configure"], arrays)
+            content = self._or_error(lambda: self._agree(body["configure"], arrays))
+        elif "survey" in body:
+            content = self._or_error(lambda: self._describe(reply))
         else:
             self.spent = {}
             answers = [self._obey(command, arrays, reply) for command in body["commands"]]
@@ -51,11 +78,21 @@ class Worker:
 
     # ------------------------------------------------------------- agreement
 
-    def _try_to_configure(self, configuration: Json, arrays: list[Array]) -> Json:
+    def _or_error(self, work: Callable[[], Json]) -> Json:
         try:
-            return self._configure(**unpack(configuration, arrays, self._named))
+            return work()
         except Exception as error:  # told to the server, which knows what to advise
             return {"error": _short(error)}
+
+    def _describe(self, reply: list[Array]) -> Json:
+        body, arrays = report(self._levels())
+        reply.extend(arrays)
+        return {"levels": body}
+
+    def _agree(self, configuration: Json, arrays: list[Array]) -> Json:
+        if self.agreement is not None:
+            self.agreement.check(configuration, arrays)
+        return self._configure(**unpack(configuration, arrays, self._named))
 
     def _named(self, name: str) -> Any:
         """What a name stands for; names of the user's script need that script, run under another name."""
@@ -72,7 +109,9 @@ class Worker:
     ) -> Json:
         jax.config.update("jax_enable_x64", x64)
         self.store.clear()
+        self.mailbox.reset()
         self.problem = problem() if isinstance(problem, types.FunctionType) else problem
+        clients = assembled(self._levels(), clients) if isinstance(clients, OwnData) else clients
         self.problem, self.clients = (jax.tree.map(_on_device, t) for t in (self.problem, clients))
         self.id = id
         self.programs = programs_of(self.problem, self.clients, n, algorithm, probes)
@@ -98,6 +137,8 @@ class Worker:
         verb, *rest = command
         if verb == "get":
             return self._get(rest[0], reply)
+        if verb == "receive":
+            return self._receive(*rest)
         getattr(self, f"_{verb}")(*rest, arrays=arrays)
         return None
 
@@ -139,6 +180,33 @@ class Worker:
         for entry, times in counts.items():
             self.spent[entry] = self.spent.get(entry, 0) + int(times)
 
+    def _push(self, round: int, value: Json, peers: list[str], arrays: list[Array]) -> None:
+        found = self._find(value)
+        if peers and not isinstance(found, Broken):
+            self.mailbox.send(self.post, round, peers, encode(*pack(jax.tree.map(np.asarray, found))))
+
+    def _receive(
+        self, ref: int, round: int, own: Json, own_weight: float, senders: list[Json], seconds: float
+    ) -> Json:
+        """`Σ_j W_ij in_j` of what came in time; says who is missing."""
+        weights = dict(senders)
+        letters = self.mailbox.take(round, weights, seconds)
+        parts = [(weights[sender], self._letter(letter)) for sender, letter in letters.items()]
+        mine = self._find(own)
+        if not isinstance(mine, Broken):
+            parts.append((own_weight, mine))
+        self.store[ref] = _mixed(parts)
+        return {"missing": [sender for sender in weights if sender not in letters]}
+
+    def _letter(self, message: bytes) -> PyTree:
+        """What a peer sent: only classes that this process has imported already are made of it."""
+        return unpack(*decode(message), loaded)
+
+    def _add(self, ref: int, value: Json, weight: float, arrays: list[Array]) -> None:
+        before = self.store[ref]
+        parts = [] if isinstance(before, Broken) else [(1.0, before)]
+        self.store[ref] = _mixed([*parts, (weight, self._find(value))])
+
     def _get(self, value: Json, reply: list[Array]) -> Json:
         found = self._find(value)
         if isinstance(found, Broken):
@@ -155,6 +223,24 @@ class Worker:
                 return found
             found = found[part]
         return found
+
+
+def _mixed(parts: list[tuple[float, PyTree]]) -> PyTree:
+    """`Σ w v` over pairs of a weight and a tree."""
+    if not parts:
+        return Broken("no peer sent it anything, and it has nothing itself")
+    scaled = [scale(weight, value) for weight, value in parts]
+    return functools.reduce(add, scaled)
+
+
+def _no_peers(*_: Any) -> bool:
+    raise RuntimeError("this client has no way to its peers")
+
+
+def _own_levels(source: str | None, site: str) -> Levels:
+    if source is None:
+        raise DataError("this site has not said where its data are: `fedbilevel site KIT --data ...` does")
+    return own_levels(source, site)
 
 
 def _short(error: Exception) -> str:

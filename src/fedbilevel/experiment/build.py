@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import jax.random as jr
+import numpy.typing as npt
 
 from fedbilevel.algorithm.base import Algorithm
 from fedbilevel.data.clients import Clients, DataError
 from fedbilevel.data.dataset import Dataset
 from fedbilevel.data.federate import federate
+from fedbilevel.data.public import set_aside
 from fedbilevel.data.source import load
 from fedbilevel.engine.base import Engine
 from fedbilevel.experiment.best import Best
@@ -27,9 +29,19 @@ from fedbilevel.problem.base import Problem
 from fedbilevel.problem.cleaning import block_length, training_truth
 from fedbilevel.problem.loss_tuning import class_weights
 
-_DATA = {*inspect.signature(federate).parameters, "name", "dir"} - {"dataset"}
+_OURS = ("name", "dir", "public")
+"""Keys of `[data]` that `federate` does not see."""
+_DATA = {*inspect.signature(federate).parameters, *_OURS} - {"dataset"}
 _IMPLIED = {"split": "Split", "long_tail": "LongTail", "noise": "LabelNoise"}
 """Tables of `[data]` that can only be of one kind."""
+
+
+class Data(NamedTuple):
+    """What a `[data]` table makes: `public` are the inputs of public samples, None without them."""
+
+    dataset: Dataset
+    clients: Clients
+    public: npt.NDArray[Any] | None
 
 
 class Built(NamedTuple):
@@ -46,7 +58,10 @@ def build(plan: Plan) -> Built:
     """The objects that a plan describes; errors name the file and the key."""
     try:
         problem, clients = _problem_and_clients(plan)
-        algorithm, engine = (construct(plan.config[key], TABLES[key], key) for key in ("algorithm", "engine"))
+        given = {"algorithm": {"public": lambda: _public(plan)}}
+        algorithm, engine = (
+            construct(plan.config[key], TABLES[key], key, given.get(key)) for key in ("algorithm", "engine")
+        )
         best = (
             construct({"kind": "Best"} | plan.config["best"], NESTED, "best")
             if "best" in plan.config
@@ -68,8 +83,8 @@ def data_table(plan: Plan) -> Table:
     return table | {"seed": plan.seed} if table.get("seed") == "run" else table
 
 
-def data_of(table: Table) -> tuple[Dataset, Clients]:
-    """The data set that a `[data]` table names, and the clients it makes of it."""
+def data_of(table: Table) -> Data:
+    """The data set that a `[data]` table names, the clients it makes of it, and the public samples."""
     return _data(json.dumps(table, sort_keys=True), _precision())
 
 
@@ -79,7 +94,7 @@ def _precision() -> str:
 
 
 @functools.lru_cache(maxsize=32)  # the variants of a file mostly share their data
-def _data(text: str, precision: str) -> tuple[Dataset, Clients]:
+def _data(text: str, precision: str) -> Data:
     table = json.loads(text)
     check_keys(table, _DATA, "data")
     for key in ("name", "partition"):
@@ -89,11 +104,22 @@ def _data(text: str, precision: str) -> tuple[Dataset, Clients]:
         if not isinstance(table.get(key, {}), dict):
             raise ConfigError(f"data.{key} is {table[key]!r}; it must be a table, see `fedbilevel.data`")
     table |= {key: {"kind": kind} | table[key] for key, kind in _IMPLIED.items() if key in table}
-    arguments = {
-        key: nested(value, f"data.{key}") for key, value in table.items() if key not in ("name", "dir")
-    }
-    dataset = load(table["name"], table.get("dir"))
-    return dataset, federate(dataset, **arguments)
+    arguments = {key: nested(value, f"data.{key}") for key, value in table.items() if key not in _OURS}
+    dataset, public = load(table["name"], table.get("dir")), None
+    if "public" in table:
+        dataset, public = set_aside(dataset, table["public"], table.get("seed", 0))
+    return Data(dataset, federate(dataset, **arguments), public)
+
+
+def _public(plan: Plan) -> npt.NDArray[Any]:
+    """The public samples of a plan whose method needs some."""
+    found = data_of(data_table(plan)).public
+    if found is None:
+        raise ConfigError(
+            f"{plan.config['algorithm']['kind']} learns from public samples: data.public must say how many "
+            "of the training samples are public, and no client's"
+        )
+    return found
 
 
 def _problem_and_clients(plan: Plan) -> tuple[Problem, Clients]:
@@ -105,7 +131,7 @@ def _problem_and_clients(plan: Plan) -> tuple[Problem, Clients]:
             f"data.name is {data['name']!r}, but {table['kind']} brings its own data: remove it"
         )
     if "name" in data or {"inputs", "classes"} & known:
-        dataset, clients = data_of(data)
+        dataset, clients, _ = data_of(data)
         test = None if data.get("with_test") else dataset.test  # what clients train on, nobody is tested on
         return construct(table, PROBLEMS, "problem", _surroundings(dataset, clients, seed, test)), clients
     text = json.dumps([table, data, seed if "seed" in known else None], sort_keys=True)

@@ -9,7 +9,7 @@ seeds = [0, 1, 2]
 [algorithm]
 [engine]
 
-[presets.small]                    # changes for `--preset small`
+[presets.small]                    # changes for `--preset small`; `only` names the variants that it has
 [variants."LFedNest"]              # changes, one run folder for each variant
 [grid]                             # "algorithm.upper_lr" = [0.01, 0.1]: every combination
 """
@@ -124,7 +124,7 @@ def plans(
         changes: dotted key -> value, applied last (`--set`).
         grid: dotted key -> values, beside the file's own `[grid]`.
         seeds: in the place of the file's.
-        only: names of variants; default: all.
+        only: names of variants; default: those in the preset's `only`, or all.
     """
     try:
         found = list(
@@ -164,14 +164,14 @@ def _plans(
     check_keys(config, (*_SETTINGS, *_SCRIPT), "")
     script = {key: _tables(config.pop(key, {}), key) for key in _SCRIPT}
     chosen = copy.deepcopy(_pick(script["presets"], preset, "preset")) if preset else {}
-    preset_variants = chosen.pop("variants", {})
+    preset_variants, wanted = chosen.pop("variants", {}), _names(chosen.pop("only", []), preset)
     for name in preset_variants:
         _pick(script["variants"], name, "variant")
     grid = {**script["grid"], **chosen.pop("grid", {}), **grid}
     if both := sorted(grid.keys() & changes):
         raise ConfigError(f"{both[0]} is set, and varied by the grid; remove one of them")
     base = merged(config, chosen)
-    for name, change in _variants(script["variants"], only):
+    for name, change in _variants(script["variants"], only or wanted):
         special = merged(merged(base, change), preset_variants.get(name, {}))
         for point in _points(grid):
             settings = merged(special, tree_of({**point, **changes}))
@@ -180,6 +180,13 @@ def _plans(
             )
             for seed in seeds if seeds is not None else _seeds(settings):
                 yield Plan(source, complete(settings | {"seed": int(seed)}))
+
+
+def _names(value: Any, preset: str | None) -> list[str]:
+    """The variants that a preset has: all if it names none."""
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(f"presets.{preset}.only is {value!r}; it must be a list of names of variants")
+    return value
 
 
 def _tables(value: Any, key: str) -> Table:

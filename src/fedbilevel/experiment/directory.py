@@ -179,6 +179,10 @@ class Directory:
         result.save(self.path / "result.npz")
         self.note(status=status, steps=result.steps, notes=list(result.notes), failures=list(result.failures))
 
+    def result(self) -> Result:
+        """What `finish` wrote."""
+        return load(self.path / "result.npz")
+
     def note(self, **facts: Any) -> None:
         """Add facts to the manifest."""
         self._write("manifest.json", json.dumps(self.manifest() | facts, indent=2) + "\n")

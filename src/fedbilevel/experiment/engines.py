@@ -7,10 +7,17 @@ import difflib
 from collections.abc import Callable, Iterator, Mapping
 
 from fedbilevel.engine.base import Engine
+from fedbilevel.engine.mesh import Mesh
+from fedbilevel.engine.nvflare.engine import NVFlare
 from fedbilevel.engine.process import Process
 from fedbilevel.engine.simulator import Simulator
 
-ENGINES: Mapping[str, Callable[[], Engine]] = {"simulator": Simulator, "process": Process}
+ENGINES: Mapping[str, Callable[[], Engine]] = {
+    "simulator": Simulator,
+    "process": Process,
+    "mesh": Mesh,
+    "nvflare": NVFlare,
+}
 
 
 def engine_of(engine: str) -> Engine:

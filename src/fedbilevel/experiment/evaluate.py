@@ -114,7 +114,7 @@ def _check_shared(point: Variables) -> None:
 
 def _check_names(problem: Problem, measure: Sequence[str]) -> None:
     """Every column of a history has one meaning."""
-    taken = [*Ledger().columns(), "step", "seconds", *measure]
+    taken = [*Ledger(seconds=0.0).columns(), "step", "seconds", *measure]
     taken += [
         f"{prefix}{name}_{kind}"
         for prefix in UNSEEN.values()

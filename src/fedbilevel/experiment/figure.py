@@ -1,4 +1,4 @@
-"""Curves of a metric against what it cost: rounds, megabytes and oracle calls."""
+"""Curves of a metric against what it cost: rounds, megabytes, oracle calls and simulated seconds."""
 
 from __future__ import annotations
 
@@ -15,19 +15,24 @@ from matplotlib.lines import Line2D
 
 from fedbilevel.experiment.best import higher_is_better
 from fedbilevel.experiment.recorded import (
-    COSTS,
     Numbers,
     Path,
     RecordedRun,
     at,
     choose_metric,
+    costs_of,
     counted,
     curve,
     group,
 )
 
-_LABELS = {"rounds": "communication rounds", "bytes": "communicated megabytes", "calls": "oracle calls"}
-_UNITS = {"rounds": 1.0, "bytes": 1e6, "calls": 1.0}
+_LABELS = {
+    "rounds": "communication rounds",
+    "bytes": "communicated megabytes",
+    "calls": "oracle calls",
+    "time": "simulated seconds",
+}
+_UNITS = {"rounds": 1.0, "bytes": 1e6, "calls": 1.0, "time": 1.0}
 
 # Colours of Okabe and Ito, which people with any kind of colour blindness can tell apart. Four line styles
 # and seven colours have no common factor, so 28 variants differ, and neighbours differ in both.
@@ -77,6 +82,8 @@ def draw_curves(
 ) -> list[pathlib.Path]:
     """Draw a metric against rounds, megabytes and oracle calls, as PNG and SVG files.
 
+    And against the simulated time, where all runs have one.
+
     Each variant is a line, the mean over its seeds, in a band of ± one sample standard deviation. Diverged
     runs are no part of the mean: each is a thin line that ends in a cross, and the legend counts them.
 
@@ -84,8 +91,8 @@ def draw_curves(
         runs: of one or more variants, with one or more seeds each.
         metric: a column of all histories; None: see `choose_metric`.
         folder: where to write; made if it does not exist.
-        stem: `<stem>.png` has three panels, `<stem>-rounds.png`, `<stem>-bytes.png` and
-            `<stem>-calls.png` one each.
+        stem: `<stem>.png` has all panels, `<stem>-rounds.png`, `<stem>-bytes.png`, `<stem>-calls.png` and
+            `<stem>-time.png` one each.
 
     Returns:
         The files written.
@@ -94,13 +101,14 @@ def draw_curves(
     metric = choose_metric(runs, metric)
     target = pathlib.Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    panels = {stem: tuple(COSTS)} | {f"{stem}-{cost}": (cost,) for cost in COSTS}
+    costs = costs_of(runs)
+    panels = {stem: costs} | {f"{stem}-{cost}": (cost,) for cost in costs}
     # matplotlib reads its style from a global table only; it is as before when this is done.
     with matplotlib.rc_context(_STYLE):
         return [
             file
-            for name, costs in panels.items()
-            for file in _save(_figure(group(runs), metric, costs), target / name)
+            for name, shown in panels.items()
+            for file in _save(_figure(group(runs), metric, shown), target / name)
         ]
 
 

@@ -113,7 +113,8 @@ class Run:
         metrics, clients = self.evaluate(self.session, point, self.begin_key)
         if both := sorted(info.keys() & metrics):
             raise ValueError(f"the method reports {both} itself; leave them out of `measure` and metrics")
-        self.rows.append({"step": self.step} | metrics | info | self.ledger.columns())
+        failures: Row = {"failures": float(len(self.session.failures))} if self.session.failures else {}
+        self.rows.append({"step": self.step} | metrics | info | self.ledger.columns() | failures)
         self.per_client.append(clients)
         if self.wanted is not None:
             self._remember_best(self.wanted, x, y)

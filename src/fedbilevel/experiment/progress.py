@@ -15,7 +15,7 @@ from fedbilevel.fed.ledger import Ledger
 Tick: TypeAlias = Callable[[int, Mapping[str, float]], None]
 """Called with the number of steps done since the last call, and the newest row."""
 
-_COSTS = {*Ledger().columns(), "step"}
+_COSTS = {*Ledger(seconds=0.0).columns(), "step"}
 
 
 @contextlib.contextmanager

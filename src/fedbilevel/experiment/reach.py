@@ -1,4 +1,4 @@
-"""What it cost to reach a certain level of a metric: rounds, bytes and oracle calls a client."""
+"""What it cost to reach a certain level of a metric: rounds, bytes, oracle calls a client, and time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fedbilevel.experiment.best import Row, higher_is_better
-from fedbilevel.experiment.recorded import RecordedRun, choose_metric, group
+from fedbilevel.experiment.recorded import RecordedRun, choose_metric, costs_of, group
 from fedbilevel.experiment.report import Score, plain
+from fedbilevel.fed.ledger import SIMULATED_SECONDS
 
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "rounds": ("rounds",),
@@ -24,6 +25,9 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "samples": ("samples",),
 }
 """What is counted, and the columns of a history that add up to it; all but rounds a client's, on average."""
+
+WITH_TIME: Mapping[str, tuple[str, ...]] = {**COLUMNS, "seconds": (SIMULATED_SECONDS,)}
+"""The same with the simulated time, which is everybody's."""
 
 COMMUNICATION = ("rounds", "MB")
 """What a client that is alone does not spend: it has nobody to talk to."""
@@ -37,8 +41,9 @@ class Reached:
         variant: its name.
         runs: how many there are.
         reached: how many of them got there.
-        costs: what a client of these had spent at their first evaluation there, by the names of `COLUMNS`;
-            NaN for none, and for the communication of a client that is alone.
+        costs: what a client of these had spent at their first evaluation there, by the names of `COLUMNS`, or
+            `WITH_TIME` where all runs have a simulated time; NaN for none, and for the communication of a
+            client that is alone.
     """
 
     variant: str
@@ -61,7 +66,7 @@ class Levels:
         table = Table(
             title=Text(f"spent by a client until {self.metric} {sign} {self.level:g}"), box=box.SIMPLE
         )
-        for title in ("variant", "reached", *COLUMNS):
+        for title in ("variant", "reached", *self.lines[0].costs):
             table.add_column(title, justify="left" if title == "variant" else "right")
         for line in self.lines:
             cells = ["-" if math.isnan(score.mean) else str(score) for score in line.costs.values()]
@@ -82,13 +87,20 @@ def reach(runs: Iterable[RecordedRun], level: float, metric: str | None = None) 
     """
     runs = list(runs)
     metric = choose_metric(runs, metric)
-    lines = [_line(variant, members, metric, level) for variant, members in group(runs).items()]
+    columns = WITH_TIME if "time" in costs_of(runs) else COLUMNS
+    lines = [_line(variant, members, metric, level, columns) for variant, members in group(runs).items()]
     return Levels(metric, level, tuple(lines))
 
 
-def _line(variant: str, runs: Sequence[RecordedRun], metric: str, level: float) -> Reached:
-    spent = [_spent(row, run) for run in runs if (row := _first(run, metric, level)) is not None]
-    costs = {name: Score.of([each[name] for each in spent]) for name in COLUMNS}
+def _line(
+    variant: str,
+    runs: Sequence[RecordedRun],
+    metric: str,
+    level: float,
+    columns: Mapping[str, tuple[str, ...]],
+) -> Reached:
+    spent = [_spent(row, run, columns) for run in runs if (row := _first(run, metric, level)) is not None]
+    costs = {name: Score.of([each[name] for each in spent]) for name in columns}
     return Reached(variant, len(runs), len(spent), costs)
 
 
@@ -98,9 +110,9 @@ def _first(run: RecordedRun, metric: str, level: float) -> Row | None:
     return next((row for row in run.rows if metric in row and sign * row[metric] >= sign * level), None)
 
 
-def _spent(row: Row, run: RecordedRun) -> dict[str, float]:
-    amounts = {name: float(sum(row[column] for column in columns)) for name, columns in COLUMNS.items()}
-    share = {"rounds": 1.0, "MB": 1e6 * run.clients}
+def _spent(row: Row, run: RecordedRun, columns: Mapping[str, tuple[str, ...]]) -> dict[str, float]:
+    amounts = {name: float(sum(row[column] for column in parts)) for name, parts in columns.items()}
+    share = {"rounds": 1.0, "MB": 1e6 * run.clients, "seconds": 1.0}
     alone = COMMUNICATION if run.clients == 1 else ()
     return {
         name: math.nan if name in alone else amount / share.get(name, run.clients)

@@ -11,7 +11,7 @@ import difflib
 import json
 import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from fedbilevel.experiment.best import Row
 from fedbilevel.experiment.record import History
-from fedbilevel.fed.ledger import Ledger
+from fedbilevel.fed.ledger import SIMULATED_SECONDS, Ledger
 
 Path: TypeAlias = str | os.PathLike[str]
 Numbers: TypeAlias = npt.NDArray[np.float64]
@@ -27,14 +27,17 @@ Numbers: TypeAlias = npt.NDArray[np.float64]
 FORMAT = "fedbilevel run 1"
 
 _COLUMNS = tuple(Ledger().columns())
-COSTS: Mapping[str, tuple[str, ...]] = {
+COSTS: dict[str, tuple[str, ...]] = {
     "rounds": ("rounds",),
     "bytes": tuple(name for name in _COLUMNS if name.startswith("bytes_")),
     "calls": tuple(name for name in _COLUMNS if name.startswith("calls_")),
 }
-"""The three costs at which runs are compared, and the columns of the history that add up to each."""
+"""The three costs at which all runs are compared, and the columns of the history that add up to each."""
 
-_NOT_METRICS = {"step", "seconds", *_COLUMNS}
+TIME: dict[str, tuple[str, ...]] = {"time": (SIMULATED_SECONDS,)}
+"""The cost that only runs under simulated conditions have."""
+
+_NOT_METRICS = {"step", "seconds", SIMULATED_SECONDS, *_COLUMNS}
 
 
 class RunError(ValueError):
@@ -184,10 +187,16 @@ def _rank(name: str) -> tuple[int, bool]:
     return kind, "test" not in name and "balanced" not in name
 
 
+def costs_of(runs: Iterable[RecordedRun]) -> tuple[str, ...]:
+    """The costs at which some runs can be compared: with the simulated time, if all of them have it."""
+    timed = all(SIMULATED_SECONDS in row for run in runs for row in run.rows)
+    return (*COSTS, *TIME) if timed else tuple(COSTS)
+
+
 def curve(run: RecordedRun, metric: str, cost: str) -> tuple[Numbers, Numbers]:
     """What a run had spent at each evaluation of a metric, and the metric there."""
     rows = [row for row in run.rows if metric in row]
-    spent = [sum(row[column] for column in COSTS[cost]) for row in rows]
+    spent = [sum(row[column] for column in (COSTS | TIME)[cost]) for row in rows]
     return np.array(spent, float), np.array([row[metric] for row in rows], float)
 
 

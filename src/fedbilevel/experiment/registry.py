@@ -17,6 +17,7 @@ import optax
 from fedbilevel import adjoint, algorithm, local, problem
 from fedbilevel.data import partition, split
 from fedbilevel.data.source import SOURCES
+from fedbilevel.engine import conditions
 from fedbilevel.experiment.best import Best
 from fedbilevel.experiment.engines import ENGINES
 from fedbilevel.fed import links
@@ -26,8 +27,11 @@ from fedbilevel.problem import cleaning, convolution, fairness, few_shot, loss_t
 Factory = Callable[..., Any]
 
 
-SURROUNDINGS = ("key", "seed", "inputs", "classes", "clients", "test", "balance", "samples", "truth")
-"""Arguments of a problem that the data or the run decide, if the file does not."""
+SURROUNDINGS = (
+    *("key", "seed", "inputs", "classes", "clients"),
+    *("test", "balance", "samples", "truth", "public"),
+)
+"""Arguments of a problem or method that the data or the run decide, if the file does not."""
 
 
 class ConfigError(ValueError):
@@ -82,6 +86,9 @@ ALGORITHMS: Mapping[str, Factory] = {
     "ZeroFL": algorithm.ZeroFL,
     "FedDST": algorithm.FedDST,
     "Flash": algorithm.Flash,
+    "FedDF": algorithm.FedDF,
+    "DSFL": algorithm.DSFL,
+    "FedET": algorithm.FedET,
     "SGP": algorithm.SGP,
     "PDBO": algorithm.PDBO,
 }
@@ -114,6 +121,7 @@ MODELS: Mapping[str, Factory] = {
     "MobileNetV2": problem.MobileNetV2,
     "CharLSTM": problem.CharLSTM,
     "FourLayerCNN": problem.FourLayerCNN,
+    "SlicedMLP": problem.SlicedMLP,
     "ResNet": problem.ResNet,
     "ResNet18": problem.ResNet18,
 }
@@ -174,6 +182,16 @@ ADJOINTS: Mapping[str, Factory] = {
     "ITD": algorithm.ITD,
 }
 
+CONDITIONS: Mapping[str, Factory] = {
+    "Bernoulli": conditions.Bernoulli,
+    "OnOff": conditions.OnOff,
+    "DayNight": conditions.DayNight,
+    "Trace": conditions.Trace,
+    "Speed": conditions.Speed,
+    "Link": conditions.Link,
+    "LogNormal": conditions.LogNormal,
+}
+
 PARTS: Mapping[str, Factory] = {
     "Split": split.Split,
     "LongTail": split.LongTail,
@@ -187,7 +205,8 @@ INSIDE: Mapping[str, Mapping[str, Factory]] = {
     "links": LINKS,
     "adjoint": ADJOINTS,
     "decoder": DECODERS,
-    "learn": OPTIMIZERS,
+    **dict.fromkeys(("learn", "distil"), OPTIMIZERS),
+    **dict.fromkeys(("availability", "speed", "link"), CONDITIONS),
     **dict.fromkeys(("model", "backbone", "head"), MODELS),
     **dict.fromkeys(("lr", "upper_lr", "lower_lr", "adjoint_lr"), SCHEDULES),
 }
@@ -200,6 +219,7 @@ NESTED: Mapping[str, Factory] = {
     **SCHEDULES,
     **OPTIMIZERS,
     **DECODERS,
+    **CONDITIONS,
     **PARTS,
 }
 """What any other table inside a table may be."""
@@ -217,6 +237,7 @@ GROUPS: Mapping[str, Mapping[str, Any]] = {
     "optimizers": OPTIMIZERS,
     "adjoints": ADJOINTS,
     "decoders": DECODERS,
+    "conditions": CONDITIONS,
     "parts": PARTS,
 }
 """What `fedbilevel list` shows."""

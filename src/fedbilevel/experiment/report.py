@@ -28,12 +28,12 @@ from rich.text import Text
 from fedbilevel.experiment.best import higher_is_better, recorded_best
 from fedbilevel.experiment.directory import NOT_APPLICABLE, Directory
 from fedbilevel.experiment.recorded import (
-    COSTS,
     Numbers,
     RecordedRun,
     RunError,
     at,
     choose_metric,
+    costs_of,
     counted,
     curve,
     group,
@@ -68,8 +68,8 @@ class Line:
         variant: its name.
         seeds: how many of its runs count.
         diverged: how many more diverged; these do not count.
-        scores: the metric at equal "rounds", "bytes" and "calls", at the "end" of each run, and at its
-            "best" row where runs say what that is.
+        scores: the metric at equal "rounds", "bytes" and "calls" (and "time"), at the "end" of each run, and
+            at its "best" row where runs say what that is.
         wobble: the standard deviation of the metric over the last quarter of a run's evaluations.
     """
 
@@ -87,7 +87,8 @@ class Comparison:
     Attributes:
         metric: what is compared.
         better: "max" or "min".
-        equal: the amount of each cost ("rounds", "bytes", "calls") at which they are compared.
+        equal: the amount of each cost ("rounds", "bytes", "calls", and "time" where all runs have a simulated
+            one) at which they are compared.
         lines: one a variant.
         notes: what a reader must know of the runs, such as which diverged, one line each.
         chosen_by: the metrics by which runs choose their best row; empty if none does.
@@ -109,7 +110,7 @@ class Comparison:
         table = Table(title=Text(self._title), caption=Text("\n".join(notes)), box=box.SIMPLE)
         for title in ("variant", "seeds", "diverged", *self._columns()):
             table.add_column(title, justify="left" if title == "variant" else "right")
-        places = (*COSTS, "end", *(["best"] if self.chosen_by else []))
+        places = (*self.equal, "end", *(["best"] if self.chosen_by else []))
         best = {place: self._best(place) for place in places}
         for line in self.lines:
             stars = {place: "* " if line.variant == best[place] else "" for place in best}
@@ -125,7 +126,9 @@ class Comparison:
 
     def _columns(self) -> tuple[str, ...]:
         rounds, megabytes, calls = self.equal["rounds"], self.equal["bytes"] / 1e6, self.equal["calls"]
-        costs = f"at {rounds:,.0f} rounds", f"at {megabytes:,.4g} MB", f"at {calls:,.0f} calls"
+        costs = [f"at {rounds:,.0f} rounds", f"at {megabytes:,.4g} MB", f"at {calls:,.0f} calls"]
+        if "time" in self.equal:
+            costs.append(f"at {self.equal['time']:,.4g} s")
         chosen = [f"at best {' or '.join(self.chosen_by)}"] if self.chosen_by else []
         return *costs, "at the end", *chosen, "wobble"
 
@@ -170,6 +173,8 @@ def compare(
 ) -> Comparison:
     """Compare variants by a metric, at equal rounds, bytes and oracle calls, and at their ends.
 
+    And at equal simulated time, if all runs have one.
+
     Args:
         runs: of at least one variant, with one or more seeds each.
         metric: a column of all histories; default: see `choose_metric`.
@@ -185,7 +190,7 @@ def compare(
     kept = counted(runs, metric)
     if not kept:
         raise RunError(f"no run that did not diverge has {metric}: there is nothing to compare")
-    ends = {cost: [end for run in kept for end in _ends(run, metric, cost)] for cost in COSTS}
+    ends = {cost: [end for run in kept for end in _ends(run, metric, cost)] for cost in costs_of(kept)}
     equal = {cost: min(spent, default=0.0) for cost, spent in ends.items()}
     groups = group(runs)
     cannot_run = {
@@ -213,7 +218,7 @@ def _line(
     variant: str, runs: Sequence[RecordedRun], metric: str, equal: Mapping[str, float], with_best: bool
 ) -> Line:
     kept = counted(runs, metric)
-    values = {cost: [float(at(curve(run, metric, cost), equal[cost])) for run in kept] for cost in COSTS}
+    values = {cost: [float(at(curve(run, metric, cost), equal[cost])) for run in kept] for cost in equal}
     values["end"] = [float(curve(run, metric, "rounds")[1][-1]) for run in kept]
     if with_best:
         values["best"] = [value for run in kept if (value := _at_best(run, metric)) is not None]

@@ -5,23 +5,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
 
 from fedbilevel.algorithm.base import CannotRunError
+from fedbilevel.engine.mesh_join import leads
 from fedbilevel.experiment.build import Built, build
 from fedbilevel.experiment.config import Plan
-from fedbilevel.experiment.directory import NOT_APPLICABLE, Directory
+from fedbilevel.experiment.directory import NOT_APPLICABLE
 from fedbilevel.experiment.logger import Logger, check_loggers, open_loggers
 from fedbilevel.experiment.loop import Evaluation
-from fedbilevel.experiment.record import Result, load
+from fedbilevel.experiment.record import Result
 from fedbilevel.experiment.recorded import RunError
 from fedbilevel.experiment.registry import ConfigError
+from fedbilevel.experiment.shared import directory_of
 from fedbilevel.experiment.sweep import Job, sweep
 
 Task: TypeAlias = tuple[Plan, pathlib.Path]
+Adapt: TypeAlias = Callable[[Built], Built]
 _TOGETHER = ("precision", "engine", "steps", "every", "measure")
 """Settings that runs of one program must share."""
 
@@ -47,7 +50,12 @@ class Outcome:
 
 
 def run_all(
-    tasks: Sequence[Task], *, together: bool = False, again: bool = False, progress: bool | None = None
+    tasks: Sequence[Task],
+    *,
+    together: bool = False,
+    again: bool = False,
+    progress: bool | None = None,
+    adapt: Adapt | None = None,
 ) -> Iterator[Outcome]:
     """Run every plan in its folder: from the start, from its last checkpoint, or not at all if it is done.
 
@@ -58,6 +66,7 @@ def run_all(
         together: runs that differ in numbers only become one vmapped program (see `sweep`).
         again: begin anew where there is a run already.
         progress: as for `solve`.
+        adapt: changes what a plan is built to, for example its engine.
     """
     groups: dict[Any, list[Task]] = {}
     for number, (plan, folder) in enumerate(tasks):
@@ -65,13 +74,15 @@ def run_all(
         groups.setdefault(tuple(settings), []).append((plan, folder))
     for group in groups.values():
         with jax.enable_x64(group[0][0].config["precision"] == "float64"):
-            outcomes = _run_group(group, again, progress)
+            outcomes = _run_group(group, again, progress, adapt)
         yield from outcomes
 
 
-def _run_group(group: Sequence[Task], again: bool, progress: bool | None) -> list[Outcome]:
+def _run_group(
+    group: Sequence[Task], again: bool, progress: bool | None, adapt: Adapt | None
+) -> list[Outcome]:
     prepared = [
-        _FolderRun(plan, folder, again) for plan, folder in group
+        _FolderRun(plan, folder, again, adapt) for plan, folder in group
     ]  # a mistake shows before any change
     with contextlib.ExitStack() as stack:
         runs = [stack.enter_context(_opened(run)) for run in prepared]
@@ -119,15 +130,16 @@ def _opened(run: _FolderRun) -> Iterator[_FolderRun]:
 class _FolderRun:
     """One run between its opening and its outcome."""
 
-    def __init__(self, plan: Plan, folder: pathlib.Path, again: bool) -> None:
+    def __init__(self, plan: Plan, folder: pathlib.Path, again: bool, adapt: Adapt | None = None) -> None:
         checkpoint = plan.config.get("checkpoint", {})
         self.plan, self.again = plan, again
-        self.directory = Directory(folder, checkpoint.get("keep", 2), checkpoint.get("every", 1))
+        self.directory = directory_of(folder, checkpoint.get("keep", 2), checkpoint.get("every", 1))
         self.is_done = not again and self.directory.is_done(plan)
         self.loggers: list[Logger] = []
         self.reason = ""
         if not self.is_done:
-            self.built: Built = self._prepared(build(plan))
+            built = build(plan)
+            self.built: Built = self._prepared(built if adapt is None else adapt(built))
             with naming(plan):
                 check_loggers(plan.config.get("loggers", ()))
 
@@ -151,7 +163,7 @@ class _FolderRun:
         with naming(self.plan):
             self.start = self.directory.begin(self.plan, again=self.again)
             self.directory.note(clients=self.built.clients.n)
-            names = self.plan.config.get("loggers", ())
+            names = self.plan.config.get("loggers", ()) if leads() else ()
             self.loggers = open_loggers(names, self.directory.path, self.plan.folder)
 
     @property
@@ -178,5 +190,5 @@ class _FolderRun:
 
     def outcome(self, fresh: bool) -> Outcome:
         path, status = self.directory.path, str(self.directory.manifest()["status"])
-        result = None if self.reason else load(path / "result.npz")
+        result = None if self.reason else self.directory.result()
         return Outcome(path, self.plan, status, result, fresh or bool(self.reason), self.reason)

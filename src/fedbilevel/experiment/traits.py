@@ -13,6 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import numpy as np
 
 from fedbilevel.algorithm.base import Algorithm
 from fedbilevel.data.clients import Clients
@@ -86,10 +87,15 @@ def _example(factory: Factory) -> Algorithm[Any]:
     return factory(**{name: _SIMPLE.get(name, 0.1) for name in needed}, **extra)
 
 
+_IMAGE = (12, 12, 1)
+"""What the small model that can be sliced sees."""
+
 _SIMPLE: dict[str, Any] = {
     "links": Complete(),
     "upper": SGD(0.1),
     "learn": SGD(0.1),
+    "distil": SGD(0.1),
+    "public": np.ones((2, *_IMAGE), np.float32),
     "decoder": GradientDecoder(0.1, 2, 2),
     **dict.fromkeys(("lower_steps", "learn_steps", "terms", "rows", "columns", "k"), 2),
 }
@@ -105,7 +111,7 @@ def _small_problems() -> list[tuple[Problem, Any]]:
         (saddle.problem(), saddle.clients()),
         (alone, quadratic.clients()),
         (mixture, Clients(labelled)),
-        (_sliced(), Clients({"inputs": jnp.ones((2, 1, 12, 12, 1)), "labels": jnp.zeros((2, 1), int)})),
+        (_sliced(), Clients({"inputs": jnp.ones((2, 1, *_IMAGE)), "labels": jnp.zeros((2, 1), int)})),
     ]
 
 
@@ -113,7 +119,7 @@ def _sliced() -> Problem:
     """A model of which clients can hold parts: enough kernels that a part is smaller than the whole."""
     model = FourLayerCNN(2, filters=64, pooled=2)
     loss = CrossEntropy(OfModel(model))
-    return Problem(loss, loss, (), model.init(jr.key(0), (12, 12, 1))[0])
+    return Problem(loss, loss, (), model.init(jr.key(0), _IMAGE)[0])
 
 
 def _square(x: Any, samples: Any) -> Any:

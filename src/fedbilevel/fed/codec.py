@@ -164,6 +164,11 @@ class Partial(Codec):
         return message
 
 
+def message_size(codec: Codec | None, whole: int, ids: Any) -> Any:
+    """The bytes of a message: one number, or `(size,)` where the codec says that clients have parts."""
+    return jnp.asarray(codec.bytes)[ids] if isinstance(codec, Partial) else whole
+
+
 def messages(codec: Codec | None, whole: int, ids: Any, who: Any) -> list[tuple[int, Any]]:
     """The sizes of a cohort's messages in bytes, and how many there are of each.
 

@@ -49,13 +49,15 @@ class Cohort(abc.ABC):
             count(Entry("down", label, nbytes(tree)), self.reached)
         else:
             self._book("down", label, nbytes(tree), codec, jnp.ones(self.size, bool))
-        return self._own(self._send(tree), stacked=False)
+        self._arriving(nbytes(tree), codec)
+        return self._own(self._send(tree), stacked=False, present=self._there())
 
     def read(self, published: Published) -> tuple[At, Published]:
         """A published value; books a message down only for clients that do not hold it yet."""
         value, holders, newcomers = self._read_published(published)
         count(Entry("down", published.label, nbytes(published.value)), newcomers)
-        return self._own(value, stacked=False), Published(published.value, holders, published.label)
+        here = self._own(value, stacked=False, present=self._there())
+        return here, Published(published.value, holders, published.label)
 
     def agreed(self, tree: PyTree) -> At:
         """A value that every client can make by itself, from a seed that all agreed on. Costs nothing."""
@@ -75,7 +77,8 @@ class Cohort(abc.ABC):
                     f"a leaf has shape {jnp.shape(leaf)}"
                 )
         count(Entry("down", label, _row_bytes(stacked)), self.reached)
-        return self._own(self._deal(stacked))
+        self._arriving(_row_bytes(stacked))
+        return self._own(self._deal(stacked), present=self._there())
 
     # ----------------------------------------------------------------- there
 
@@ -133,12 +136,18 @@ class Cohort(abc.ABC):
         own = _key_of(codec, key)
         out = self._run(Feedback(codec), (value, self.take(memory)), own, fails=False)
         rows, answered = self._received(out[0], label, None, None)
-        return self._averaged(jax.vmap(codec.decode)(rows), answered, None), self.put(memory, out[1])
+        mean = self._averaged(jax.vmap(codec.decode)(rows), answered, None)
+        return mean, self.put(memory, self._heard(out[1], answered))
 
     def _averaged(self, rows: PyTree, answered: jax.Array, weight: Any) -> PyTree:
         given = self.weights if weight is None else weight
         weights = answered if given is None else jnp.asarray(given) * answered
-        return jax.tree.map(lambda leaf: _average(leaf, weights), rows)
+        shares = jnp.asarray(weights, float) / jnp.sum(weights)
+        return self._total(shares, jax.tree.map(_as_real, rows))
+
+    def _total(self, shares: jax.Array, rows: PyTree) -> PyTree:
+        """`Σ shares_i rows_i`, in the dtypes of the rows."""
+        return jax.tree.map(lambda leaf: jnp.tensordot(shares.astype(leaf.dtype), leaf, axes=1), rows)
 
     def gather(
         self, value: At, label: str, *, codec: Codec | None = None, key: jax.Array | None = None
@@ -148,7 +157,12 @@ class Cohort(abc.ABC):
         Returns:
             the stacked values, `(size, ...)`, zeros where nothing came, and `(size,)` bool.
         """
-        return self._received(value, label, codec, key)
+        rows, answered = self._received(value, label, codec, key)
+        return self._collected(rows), answered
+
+    def _collected(self, rows: PyTree) -> PyTree:
+        """All rows in one place, `(size, ...)`: for engines that hold them in several."""
+        return rows
 
     def _received(
         self, value: At, label: str, codec: Codec | None, key: jax.Array | None
@@ -156,8 +170,10 @@ class Cohort(abc.ABC):
         self._check_mine(value)
         if codec is not None:
             value = self._run(Encode(codec), (value,), _key_of(codec, key), fails=False)
-        rows, answered = self._gather(value)
-        self._book("up", label, _row_bytes(rows), codec, answered)
+        rows, able = self._gather(value)
+        size = _row_bytes(rows)
+        rows, answered = self._awaited(rows, able, size, codec)
+        self._book("up", label, size, codec, answered)
         count(ROUND)
         return (rows if codec is None else jax.vmap(codec.decode)(rows)), answered
 
@@ -179,8 +195,9 @@ class Cohort(abc.ABC):
     ) -> At:
         """Client to client: `out_i = Σ_j W_ij in_j`. Books a message an edge, one round.
 
-        A client that has no value sends nothing: its column of W is as good as zero. A random network
-        draws its weights from `key`, which must then be a new one in every round.
+        A client that has no value sends nothing: its column of W is as good as zero. One that is away has
+        no links in that exchange, and what it would give away stays with it. A random network draws its
+        weights from `key`, which must then be a new one in every round.
 
         Args:
             value: what is sent.
@@ -195,7 +212,9 @@ class Cohort(abc.ABC):
         weights = self._weights(links, key, time)
         given = None if receive is None else self._own_weights(receive)
         mixed, message, senders = self._push(value, _of_receiver(weights, given))
-        count(Entry("edge", label, message), edges(weights * senders))
+        used = weights * senders
+        self._delivered(used, message)
+        count(Entry("edge", label, message), edges(used))
         count(ROUND)
         return self._own(mixed)
 
@@ -209,12 +228,23 @@ class Cohort(abc.ABC):
         heard = (weights != 0).astype(weights.dtype)
         return self._own(self._deal({"sent": weights.T, "heard": heard}))
 
+    def relative_weights(self, *, alike: bool = False) -> At:
+        """At every client its weight over the mean weight: 1 where all weigh the same, or shall (`alike`).
+
+        A plain mean of what is multiplied by it is the weighted mean, which is how clients count by their
+        weights where nobody collects what they send. Costs nothing: it is a setting.
+        """
+        ones = jnp.ones(self.size)
+        weights = ones if alike or self.weights is None else jnp.asarray(self.weights, ones.dtype)
+        return self._own(self._deal(weights / jnp.mean(weights)))
+
     def _weights(self, links: Links, key: jax.Array | None, time: Any) -> jax.Array:
-        return links.weights(jax.random.key(0) if key is None else key, self.size, time)
+        drawn = jax.random.key(0) if key is None else key
+        return links.weights(drawn, self.size, time, self._there())
 
     def _own_weights(self, receive: At) -> jax.Array:
         self._check_mine(receive)
-        rows: jax.Array = self._gather(receive)[0]
+        rows: jax.Array = self._collected(self._gather(receive)[0])
         return rows
 
     # ----------------------------------------------------------------- rules
@@ -236,6 +266,32 @@ class Cohort(abc.ABC):
                 "others, which do not have it. Send it to this cohort too, publish it "
                 "(`fed.publish`, `cohort.read`), or keep it at the clients (`fed.keep`)."
             )
+
+    # ------------------------------------ what an engine with conditions supplies
+
+    def _there(self) -> Any:
+        """Who can be reached, `(size,)` bool; None: all."""
+        return None
+
+    def _arriving(self, whole: int, codec: Codec | None = None, who: Any = None) -> None:
+        """Messages go down to those `(size,)` whom `who` names (None: all), of `whole` bytes (see
+        `messages`).
+        """
+        return
+
+    def _awaited(
+        self, rows: PyTree, able: jax.Array, whole: int, codec: Codec | None
+    ) -> tuple[PyTree, jax.Array]:
+        """Of what clients have, the answers that come: rows, and who answered."""
+        return rows, able
+
+    def _heard(self, value: At, answered: jax.Array) -> At:
+        """A value that goes with an answer, at those whose answer came."""
+        return value
+
+    def _delivered(self, weights: jax.Array, size: int) -> None:
+        """Messages of `size` bytes go over the links that `(size, size)` weights name."""
+        return
 
     # ------------------------------------------------- what an engine supplies
 
@@ -264,11 +320,9 @@ class Cohort(abc.ABC):
     def _push(self, value: At, weights: jax.Array) -> tuple[Any, int, Any]: ...
 
 
-def _average(rows: Any, weights: Any) -> jax.Array:
-    """`Σ w_i rows_i / Σ w_i`, in the dtype of the rows (whole numbers: as real ones)."""
-    shares = jnp.asarray(weights, float) / jnp.sum(weights)
-    rows = rows if jnp.issubdtype(rows.dtype, jnp.inexact) else rows.astype(float)
-    return jnp.tensordot(shares.astype(rows.dtype), rows, axes=1)
+def _as_real(rows: Any) -> jax.Array:
+    """The mean of whole numbers is a real one."""
+    return rows if jnp.issubdtype(rows.dtype, jnp.inexact) else rows.astype(float)
 
 
 def _key_of(codec: Codec, key: jax.Array | None) -> jax.Array:

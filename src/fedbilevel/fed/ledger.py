@@ -23,7 +23,7 @@ ORACLES = ("f", "f_x", "f_y", "g", "g_y", "g_yy", "g_xy")
 
 
 class Entry(NamedTuple):
-    """One line of the account: `kind` is round, down, up, edge, call or samples."""
+    """One line of the account: `kind` is round, down, up, edge, call, samples or seconds."""
 
     kind: str
     label: str = ""
@@ -33,6 +33,12 @@ class Entry(NamedTuple):
 Counts: TypeAlias = dict[Entry, Any]
 
 ROUND = Entry("round")
+SECONDS = Entry("seconds")
+"""How long a step takes, where an engine has a model of time: the one entry that is no whole number."""
+
+
+SIMULATED_SECONDS = "simulated_seconds"
+"""The column of a history that says how long it took under simulated conditions, if any."""
 
 
 class UncountedWorkError(RuntimeError):
@@ -88,8 +94,11 @@ def book(counts: Mapping[Entry, Any]) -> None:
 
 
 def as_arrays(counts: Counts) -> Counts:
-    """The counts as int32 arrays, so that loops and `vmap` can carry them."""
-    return {entry: jnp.asarray(times, jnp.int32) for entry, times in counts.items()}
+    """The counts as arrays (int32, seconds float32), so that loops and `vmap` can carry them."""
+    return {
+        entry: jnp.asarray(times, jnp.float32 if entry == SECONDS else jnp.int32)
+        for entry, times in counts.items()
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +112,8 @@ class Ledger:
         edge: bytes from client to client, by label.
         calls: oracle calls of all clients, by kind (`f, f_x, f_y, g, g_y, g_yy, g_xy`).
         samples: samples read by these calls (a fused call reads its batch once).
+        seconds: what it takes under simulated conditions; None where there is no model of time. No part of
+            equality: it is a sum of real numbers, which may be added in another order.
     """
 
     rounds: int = 0
@@ -111,13 +122,17 @@ class Ledger:
     edge: Mapping[str, int] = dataclasses.field(default_factory=dict)
     calls: Mapping[str, int] = dataclasses.field(default_factory=dict)
     samples: int = 0
+    seconds: float | None = None
 
     @classmethod
     def from_counts(cls, counts: Mapping[Entry, Any]) -> Ledger:
         """Total of booked counts; array values are summed exactly, in Python integers."""
         tables: dict[str, dict[str, int]] = {"down": {}, "up": {}, "edge": {}, "call": {}}
-        totals = {"round": 0, "samples": 0}
+        totals, seconds = {"round": 0, "samples": 0}, None
         for (kind, label, unit), times in counts.items():
+            if kind == SECONDS.kind:
+                seconds = float(np.sum(np.asarray(times, np.float64)))
+                continue
             amount = int(np.sum(np.asarray(times, np.int64))) * unit
             if kind in totals:
                 totals[kind] += amount
@@ -130,6 +145,7 @@ class Ledger:
             tables["edge"],
             tables["call"],
             totals["samples"],
+            seconds,
         )
 
     def __add__(self, other: Ledger) -> Ledger:
@@ -140,6 +156,7 @@ class Ledger:
             _merge(self.edge, other.edge),
             _merge(self.calls, other.calls),
             self.samples + other.samples,
+            _sum(self.seconds, other.seconds),
         )
 
     def __eq__(self, other: object) -> bool:
@@ -157,16 +174,22 @@ class Ledger:
         """Bytes in all directions."""
         return sum(sum(table.values()) for table in (self.down, self.up, self.edge))
 
-    def columns(self) -> dict[str, int]:
-        """The totals as one row of a table: rounds, bytes by direction, calls by kind, samples."""
-        row = {"rounds": self.rounds}
+    def columns(self) -> dict[str, int | float]:
+        """The totals as one row of a table: rounds, bytes by direction, calls by kind, samples.
+
+        And `simulated_seconds`, where there is a model of time.
+        """
+        row: dict[str, int | float] = {"rounds": self.rounds}
         for direction in ("down", "up", "edge"):
             row[f"bytes_{direction}"] = sum(getattr(self, direction).values())
         row |= {f"calls_{kind}": self.calls.get(kind, 0) for kind in ORACLES}
-        return row | {"samples": self.samples}
+        time = {} if self.seconds is None else {SIMULATED_SECONDS: self.seconds}
+        return row | {"samples": self.samples} | time
 
     def __str__(self) -> str:
         lines = [f"{self.rounds:,} rounds, {self.bytes:,} bytes, {self.samples:,} samples read"]
+        if self.seconds is not None:
+            lines[0] += f", {self.seconds:,.4g} simulated seconds"
         for title in ("down", "up", "edge", "calls"):
             table = {k: v for k, v in getattr(self, title).items() if v}
             if table:
@@ -177,3 +200,7 @@ class Ledger:
 
 def _merge(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
     return {label: a.get(label, 0) + b.get(label, 0) for label in sorted({*a, *b})}
+
+
+def _sum(a: float | None, b: float | None) -> float | None:
+    return a if b is None else b if a is None else a + b

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -48,8 +48,8 @@ class ErdosRenyi(Links):
 
     Args:
         probability: p.
-        weights: "metropolis": `1/(1 + max degree of the two)`; "fastest": those of the fastest mixing
-            Markov chain on the graph, by a convex solver (needs the extra `fedbilevel[networks]`).
+        mixing: the weights: "metropolis": `1/(1 + max degree of the two)`; "fastest": those of the fastest
+            mixing Markov chain on the graph, by a convex solver (needs the extra `fedbilevel[networks]`).
         seed: draws the graph.
 
     References: P. Erdős, A. Rényi, On random graphs, 1959; S. Boyd, P. Diaconis, L. Xiao, Fastest mixing
@@ -57,23 +57,17 @@ class ErdosRenyi(Links):
     """
 
     probability: float = eqx.field(static=True, default=0.4)
-    weights_rule: str = eqx.field(static=True, default="metropolis")
+    mixing: Literal["metropolis", "fastest"] = eqx.field(static=True, default="metropolis")
     seed: int = eqx.field(static=True, default=0)
 
-    def __init__(
-        self,
-        probability: float = 0.4,
-        weights: str = "metropolis",
-        seed: int = 0,
-    ) -> None:
-        if weights not in ("metropolis", "fastest"):
-            raise ValueError(f'weights is {weights!r}; it must be "metropolis" or "fastest"')
-        _check_probabilities(np.asarray(probability))
-        self.probability, self.weights_rule, self.seed = probability, weights, seed
+    def __check_init__(self) -> None:
+        if self.mixing not in ("metropolis", "fastest"):
+            raise ValueError(f'mixing is {self.mixing!r}; it must be "metropolis" or "fastest"')
+        _check_probabilities(np.asarray(self.probability))
 
     def network(self, n: int) -> Network:
         graph = _connected_graph(n, self.probability, self.seed)
-        if self.weights_rule == "fastest":
+        if self.mixing == "fastest":
             return _always(fastest_mixing(graph), undirected=True)
         return _always(np.asarray(metropolis(jnp.asarray(graph))), undirected=True)
 

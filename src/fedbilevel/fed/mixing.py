@@ -43,7 +43,7 @@ def fastest_mixing(graph: Matrix) -> Matrix:
     except ImportError:
         raise ImportError(
             'the fastest mixing weights need a convex solver: pip install "fedbilevel[networks]"; '
-            'or take weights="metropolis"'
+            'or take mixing="metropolis"'
         ) from None
     n = len(graph)
     weights = cvxpy.Variable((n, n), symmetric=True)

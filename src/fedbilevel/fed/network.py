@@ -24,9 +24,19 @@ class Links(eqx.Module):
     def network(self, n: int) -> Network:
         """These links among n clients."""
 
-    def weights(self, key: Key[Array, ""], n: int, time: Any = 0) -> Float[Array, "{n} {n}"]:
-        """`W[i, j]`, what client i takes of client j's value in one exchange, drawn from `key`."""
-        return self.network(n).draw(key, time)
+    def weights(
+        self, key: Key[Array, ""], n: int, time: Any = 0, there: Any = None
+    ) -> Float[Array, "{n} {n}"]:
+        """`W[i, j]`, what client i takes of client j's value in one exchange, drawn from `key`.
+
+        Args:
+            key: draws the links.
+            n: how many clients there are.
+            time: the number of the exchange.
+            there: `(n,)` bool, who can be reached; None: all.
+        """
+        weights = self.network(n).draw(key, time)
+        return weights if there is None else among_those_there(weights, there)
 
 
 class Network(Links):
@@ -108,8 +118,22 @@ class Reversed(Links):
     def network(self, n: int) -> Network:
         raise TypeError("reversed links are known exchange by exchange only; use their `weights`")
 
-    def weights(self, key: Key[Array, ""], n: int, time: Any = 0) -> Float[Array, "{n} {n}"]:
-        return self.links.weights(key, n, time).T
+    def weights(
+        self, key: Key[Array, ""], n: int, time: Any = 0, there: Any = None
+    ) -> Float[Array, "{n} {n}"]:
+        return self.links.weights(key, n, time, there).T
+
+
+def among_those_there(
+    weights: Float[Array, "clients clients"], there: Bool[Array, " clients"]
+) -> Float[Array, "clients clients"]:
+    """Weights without the links of clients that are away; what a sender would give over them it keeps.
+
+    Columns keep their sums, so nothing is lost; symmetric weights stay symmetric, and so doubly stochastic.
+    """
+    diagonal = jnp.eye(weights.shape[0], dtype=bool)
+    left = jnp.where((there[:, None] & there[None, :]) | diagonal, weights, 0)
+    return left + jnp.diag(jnp.sum(weights - left, axis=0))
 
 
 def edges(weights: Float[Array, "clients clients"]) -> Int[Array, ""]:
@@ -140,7 +164,8 @@ def check_all_answer(fed: Any) -> None:
     if dropout > 0:
         raise ValueError(
             f"dropout is {dropout}, but where clients mix with their neighbours, what a silent client held "
-            "is lost for all. Leave dropout at 0; for links that come and go use links.Stochastic"
+            "is lost for all. Leave dropout at 0; for links that come and go use links.Stochastic, for "
+            "clients that do Simulator(availability=...)"
         )
 
 

@@ -1,7 +1,7 @@
 """Local programs: what clients compute between exchanges."""
 
 from fedbilevel.local.count_sketch import CountSketch, SparseJL
-from fedbilevel.local.decode import Decoder, EachDecoder, GradientDecoder
+from fedbilevel.local.decode import Decoded, Decoder, EachDecoder, GradientDecoder
 from fedbilevel.local.descent import Both, Descent, HyperDescent
 from fedbilevel.local.gradients import Assemble, Curvature, LowerGradient, OwnHypergradient, UpperGradient
 from fedbilevel.local.optimizer import SGD, Adam, Optimizer, PerBlock
@@ -19,6 +19,7 @@ __all__ = [
     "Both",
     "CountSketch",
     "Curvature",
+    "Decoded",
     "Decoder",
     "Descent",
     "EachDecoder",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import difflib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -23,6 +23,20 @@ from fedbilevel.tree import PyTree, scale
 STARTS = ("cold", "warm", "offset")
 """Where a decoder begins: always at the same point ("cold"); where the client's last call ended ("warm"); or
 at the same point, with only the difference from there decoded ("offset")."""
+
+
+class Decoded(NamedTuple):
+    """What a client made of x in a round.
+
+    Attributes:
+        y: `y_m(x)`.
+        memory: what it keeps for its next round; () if nothing.
+        held: like y: 1 at the numbers that it holds and trains, 0 elsewhere; () if it holds all of them.
+    """
+
+    y: PyTree
+    memory: PyTree = ()
+    held: PyTree = ()
 
 
 class Decoder(eqx.Module):
@@ -47,7 +61,7 @@ class Decoder(eqx.Module):
 
     @abc.abstractmethod
     def encode(self, me: Client, x: PyTree, y: PyTree, change: PyTree, shared: PyTree) -> PyTree:
-        """`(∂y_m/∂x)ᵀ · change`, like x, at the decoded y."""
+        """`(∂y_m/∂x)ᵀ · change`, like x, at the decoded y; `change` is zero at numbers that are not held."""
 
     def allowed(self, problem: Problem, x: PyTree) -> PyTree:
         """x where it may be: only a decoder of the problem's own x knows a constraint."""
@@ -62,6 +76,11 @@ class Decoder(eqx.Module):
         return None
 
     @property
+    def over_holders(self) -> bool:
+        """Whether a number of x is averaged over those who hold it; then what is held must be like x."""
+        return False
+
+    @property
     def alike(self) -> bool:
         """Whether all clients decode x to the same y without their data, so that the server can too."""
         return False
@@ -71,14 +90,19 @@ class Decoder(eqx.Module):
         """Whether a client's decoding begins where its last one ended."""
         return False
 
+    @property
+    def shown(self) -> bool:
+        """Whether clients keep what they decoded last for onlookers alone; a warm one needs it anyway."""
+        return not self.warm
+
     def memory(self, problem: Problem) -> PyTree:
         """What a client keeps between rounds, before the first one; None if nothing."""
         return problem.y0 if self.warm else None
 
-    def decoded(self, me: Client, x: PyTree, memory: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
-        """`y_m(x)` and what the client keeps for its next round; `memory`: what it kept, () if nothing."""
+    def decoded(self, me: Client, x: PyTree, memory: PyTree, shared: PyTree) -> Decoded:
+        """All that a client makes of x; `memory`: what it kept, () if nothing."""
         y = self.decode(me, x, memory if self.warm else me.problem.y0, shared)
-        return y, y if self.warm else ()
+        return Decoded(y, y if self.warm else ())
 
 
 class GradientDecoder(Decoder):
@@ -182,6 +206,10 @@ class EachDecoder(Decoder):
                 f"{', '.join(keeping)} keeps something between rounds, which decoders that differ between "
                 'clients cannot; a warm one can be made with start="cold"'
             )
+
+    @property
+    def shown(self) -> bool:
+        return False  # their y may differ in shape
 
     def decode(self, me: Client, x: PyTree, start: PyTree, shared: PyTree) -> PyTree:
         """`y_m(x)`, if all decoders give trees of one form; otherwise pick the client's own first."""

@@ -37,18 +37,29 @@ class Descent(Program):
         if self.work.level == "lower" and self.work.sees_all(me):
             me = me.at_fixed(x, "lower")
 
-        def gradient(z: PyTree, batch: Batch) -> PyTree:
+        start = y if self.work.level == "lower" else x
+
+        def direction(z: PyTree, batch: Batch) -> PyTree:
+            if anchor:
+                return self._corrected(self._change(me, (x, y), z, batch), anchor[0])
             return me.g_y(x, z, batch) if self.work.level == "lower" else me.f_x(z, y, batch)
 
         def body(batch: Batch, factor: Any, z: PyTree) -> PyTree:
-            direction = gradient(z, batch)
-            if anchor:
-                direction = add(sub(direction, gradient(start, batch)), anchor[0])
-            z = step(z, self.lr * factor, direction)
+            z = step(z, self.lr * factor, direction(z, batch))
             return z if self.work.level == "lower" else me.problem.constraint(z)
 
-        start = y if self.work.level == "lower" else x
         return self.work.run(me, me.key, body, start)
+
+    def _change(self, me: Client, start: tuple[PyTree, PyTree], z: PyTree, batch: Batch) -> PyTree:
+        """`G_i(z; ζ) − G_i(z⁰; ζ)`."""
+        x, y = start
+        if self.work.level == "lower":
+            return me.g_y_change(x, y, z, batch)
+        return sub(me.f_x(z, y, batch), me.f_x(x, y, batch))
+
+    def _corrected(self, change: PyTree, anchor: PyTree) -> PyTree:
+        """`change + q`. In a single step the change is zero: it is billed, but not computed."""
+        return anchor if self.work.single else add(change, anchor)
 
 
 class HyperDescent(Program):

@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 import optax
 
+from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree
 
 
@@ -91,24 +92,24 @@ class Raw(Optimizer):
 
 
 def Adam(
-    learning_rate: float, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, penalty: float = 0.0
+    learning_rate: Rate, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, penalty: float = 0.0
 ) -> Named:
     """Adam, by optax.
 
     Args:
-        learning_rate: the step size.
+        learning_rate: the step size; a number, or an optax schedule of the algorithm's step (its round).
         b1, b2: decay of the first and second moments.
         eps: added to the root of the second moment.
         penalty: μ of an L2 term `(μ/2)‖parameters‖²`.
 
     Reference: D. Kingma, J. Ba, Adam: a method for stochastic optimization, ICLR 2015.
     """
-    return Named("adam", {"learning_rate": learning_rate, "b1": b1, "b2": b2, "eps": eps}, penalty)
+    return Named("adam", {"learning_rate": rate(learning_rate), "b1": b1, "b2": b2, "eps": eps}, penalty)
 
 
-def SGD(learning_rate: float, momentum: float | None = None, penalty: float = 0.0) -> Named:
-    """Gradient descent, perhaps with momentum, by optax."""
-    settings = {"learning_rate": learning_rate} | ({} if momentum is None else {"momentum": momentum})
+def SGD(learning_rate: Rate, momentum: float | None = None, penalty: float = 0.0) -> Named:
+    """Gradient descent, perhaps with momentum, by optax; `learning_rate` as for `Adam`."""
+    settings = {"learning_rate": rate(learning_rate)} | ({} if momentum is None else {"momentum": momentum})
     return Named("sgd", settings, penalty)
 
 

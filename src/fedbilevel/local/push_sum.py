@@ -11,24 +11,25 @@ import jax.numpy as jnp
 from fedbilevel.adjoint.backward import When
 from fedbilevel.fed.program import Program
 from fedbilevel.problem.oracle import Client
-from fedbilevel.tree import PyTree, scale, step, sub
+from fedbilevel.tree import PyTree, add, scale, step, sub
 
 
 class Outgoing(Program):
-    """`(x, z, w) ↦ (message, own)`: what a node sends of its z and w, and the step it makes afterwards.
+    """`(x, z, w, relative) ↦ (message, own)`: what a node sends of z and w, and the step it makes afterwards.
 
-    before: sends `z − α∇_y g_i(x, z/w)`; after: sends z, and will subtract `α∇_y g_i` of the old point.
+    before: sends `z − α_i∇_y g_i(x, z/w)`; after: sends z, and will subtract `α_i∇_y g_i` of the old point.
+    `α_i` is α times the node's relative weight.
     """
 
     lr: Any
     when: When = eqx.field(static=True)
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
-        x, z, w = values
+        x, z, w, relative = values
         gradient = me.g_y(x, scale(1 / w, z), me.batch("lower", me.key))
         if self.when == "before":
-            return (step(z, self.lr, gradient), w), ()
-        return (z, w), scale(self.lr, gradient)
+            return (step(z, self.lr * relative, gradient), w), ()
+        return (z, w), scale(self.lr * relative, gradient)
 
 
 class Arrived(Program):
@@ -39,6 +40,18 @@ class Arrived(Program):
     def __call__(self, me: Client, *values: Any) -> PyTree:
         (z, w), own = values
         return (z if self.when == "before" else sub(z, own)), w
+
+
+class Displaced(Program):
+    """`(before, after, w, relative) ↦ (z, w)`: `z = w · before + relative · (after − before)`, to be mixed.
+
+    As a gradient step, a way that a node went is not weighted by w: then Σz, and so the limit, has all of
+    them, each as often as its node counts.
+    """
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        before, after, w, relative = values
+        return add(scale(w, before), scale(relative, sub(after, before))), w
 
 
 class Weighted(Program):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -13,7 +13,8 @@ import jax.random as jr
 from fedbilevel.fed.codec import Codec, Partial
 from fedbilevel.fed.ledger import Entry, count
 from fedbilevel.fed.loop import repeat
-from fedbilevel.local.decode import Decoder, check_positive
+from fedbilevel.local.decode import Decoded, Decoder, check_choice, check_positive
+from fedbilevel.local.mask_net import MaskNet
 from fedbilevel.local.optimizer import Named
 from fedbilevel.local.work import check_count
 from fedbilevel.problem.base import Problem, ProblemError, objective
@@ -28,47 +29,7 @@ from fedbilevel.problem.submodel import (
     ratios_setting,
     widths,
 )
-from fedbilevel.tree import PyTree, add, scale
-
-
-class MaskNet(eqx.Module):
-    """`a = HN(φ)`: soft masks of all kernels, made by a small network.
-
-        h_l = tanh(e_l · W + b) ,   a_l = sigmoid(h_l · O_l + c_l)
-
-    with an embedding e_l of every name l of kernels; all of these are φ. c starts at 3, so that a starts near
-    one, the whole model.
-
-    Args:
-        sizes: how many kernels of each name there are.
-        hidden: length of e and h.
-
-    Reference: S. Gao, F. Huang, W. Cai, H. Huang, Network pruning via performance maximization, CVPR 2021,
-    which FedSep follows; the shape of the network is ours.
-    """
-
-    sizes: tuple[int, ...] = eqx.field(static=True)
-    hidden: int = eqx.field(static=True)
-
-    def init(self, key: jax.Array, dtype: Any) -> PyTree:
-        """φ at the start."""
-        k_names, k_weight, k_out = jr.split(key, 3)
-        size = self.hidden**-0.5
-        keys = jr.split(k_out, len(self.sizes))
-        return {
-            "names": jr.normal(k_names, (len(self.sizes), self.hidden), dtype),
-            "weight": size * jr.normal(k_weight, (self.hidden, self.hidden), dtype),
-            "bias": jnp.zeros(self.hidden, dtype),
-            "out": [
-                size * jr.normal(k, (self.hidden, n), dtype) for k, n in zip(keys, self.sizes, strict=True)
-            ],
-            "centre": [jnp.full(n, 3, dtype) for n in self.sizes],
-        }
-
-    def __call__(self, phi: PyTree) -> list[jax.Array]:
-        hidden = jnp.tanh(phi["names"] @ phi["weight"] + phi["bias"])
-        pairs = zip(hidden, phi["out"], phi["centre"], strict=True)
-        return [jax.nn.sigmoid(row @ out + centre) for row, out, centre in pairs]
+from fedbilevel.tree import PyTree, add, scale, times
 
 
 class Submodel(Decoder):
@@ -79,7 +40,8 @@ class Submodel(Decoder):
     T(a) are the FLOPs of the sub-model, T those of the whole, ρ the client's width ratio. a is soft, and made
     by a small network of the client's own (`MaskNet`), which learns by AdamW on its upper-level data. Then
     the ρ kernels of every layer with the largest a are held whole, and all others are zero (about ρ² of
-    the FLOPs). Encode: `Δω = a ⊙ Δθ`.
+    the FLOPs). Encode: `Δω = a ⊙ Δθ`; the server takes the mean over all clients of the cohort, as the paper
+    writes it, or, for every number, over those that hold it, as `HeteroFL` and its relatives do (`average`).
 
     Every client keeps its network. The mask is learnt further in every `refresh`-th round that the client
     takes part in, with AdamW started anew, and used as it is in between.
@@ -95,6 +57,7 @@ class Submodel(Decoder):
         mask_lr: AdamW's step size.
         mask_steps: how many steps of it a refreshment takes.
         refresh: rounds of a client from one refreshment to the next.
+        average: "all" or "holders"; what a number of x moves by is the mean over these.
         full: with the second term.
         soft: hold all kernels as much as a says, in the place of the best ones: smooth, and no smaller;
             only with `full`.
@@ -116,6 +79,7 @@ class Submodel(Decoder):
     mask_lr: Any = 0.01
     mask_steps: int = eqx.field(static=True, default=10)
     refresh: int = eqx.field(static=True, default=2)
+    average: Literal["all", "holders"] = eqx.field(static=True, default="all")
     full: bool = eqx.field(static=True, default=False)
     soft: bool = eqx.field(static=True, default=False)
     hidden: int = eqx.field(static=True, default=16)
@@ -127,6 +91,11 @@ class Submodel(Decoder):
         for name in ("mask_steps", "refresh", "hidden"):
             check_count(name, getattr(self, name))
         check_positive("mask_lr", self.mask_lr)
+        check_choice("average", self.average, ("all", "holders"))
+        if self.full and self.average == "holders":
+            raise ValueError(
+                'with `full` every number of x may move: there are no holders; use average="all"'
+            )
         if self.soft and not self.full:
             raise ValueError("soft masks are only for `full`, whose encoder knows them; set full=True")
 
@@ -137,6 +106,10 @@ class Submodel(Decoder):
 
     def shared(self, problem: Problem) -> PyTree:
         return ()
+
+    @property
+    def shown(self) -> bool:
+        return False  # a whole model for each client, most of it zero
 
     def memory(self, problem: Problem) -> PyTree:
         if self.full:
@@ -151,28 +124,39 @@ class Submodel(Decoder):
         return None if self.full else Partial(tuple(int(kernels.cost(own)["bytes"]) for own in ratios))
 
     def decode(self, me: Client, x: PyTree, start: PyTree, shared: PyTree) -> PyTree:
-        kernels = self._kernels(me)
-        data = me.with_batches_of(None) if self.full else me
-        phi = self._learnt(data, x, self._phi(kernels, x), self.mask_steps)
-        return self._held(me, x, self._net(kernels)(phi))
+        return self._from_the_start(me, x).y
 
-    def decoded(self, me: Client, x: PyTree, memory: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
+    def decoded(self, me: Client, x: PyTree, memory: PyTree, shared: PyTree) -> Decoded:
         if self.full:
-            return self.decode(me, x, x, shared), ()
+            return self._from_the_start(me, x)
         rounds = memory["rounds"]
         steps = jnp.where(rounds % self.refresh == 0, self.mask_steps, 0)
         phi = self._learnt(me, x, memory["phi"], steps)
-        y = self._held(me, x, self._net(self._kernels(me))(phi))
-        return y, {"phi": phi, "rounds": rounds + 1}
+        return self._part(me, x, phi, {"phi": phi, "rounds": rounds + 1})
 
     def encode(self, me: Client, x: PyTree, y: PyTree, change: PyTree, shared: PyTree) -> PyTree:
-        kernels = self._kernels(me)
         if not self.full:
-            return _times(kernels.mask(y, kernels.present(y)), change)
+            return change  # a ⊙ Δθ: what is not held did not move
+        kernels = self._kernels(me)
         count(Entry("call", "f_y"), 2 * self.mask_steps)
         mask, pull = jax.vjp(lambda w: kernels.mask(w, self._function_of(me, w)), x)
-        first = mask if self.soft else kernels.mask(y, kernels.present(y))
-        return jax.tree.map(lambda m, d, z: m * d + z, first, change, pull(_times(x, change))[0])
+        return add(times(mask, change) if self.soft else change, pull(times(x, change))[0])
+
+    @property
+    def over_holders(self) -> bool:
+        return self.average == "holders"
+
+    def _from_the_start(self, me: Client, x: PyTree) -> Decoded:
+        """What a client makes of x by a mask that is learnt from the start."""
+        data = me.with_batches_of(None) if self.full else me
+        return self._part(me, x, self._learnt(data, x, self._phi(self._kernels(me), x), self.mask_steps), ())
+
+    def _part(self, me: Client, x: PyTree, phi: PyTree, memory: PyTree) -> Decoded:
+        """The sub-model: ω times the soft mask of φ, or its best kernels."""
+        kernels = self._kernels(me)
+        soft = self._net(kernels)(phi)
+        mask = kernels.mask(x, soft if self.soft else self._best(me, kernels, soft))
+        return Decoded(times(mask, x), memory, () if self.soft else mask)
 
     # ----------------------------------------------------------- the soft mask
 
@@ -215,7 +199,7 @@ class Submodel(Decoder):
         """Of the mask's objective in φ, by that of the loss in y."""
         kernels = self._kernels(me)
         net = self._net(kernels)
-        y, pull = jax.vjp(lambda phi: _times(kernels.mask(x, net(phi)), x), phi)
+        y, pull = jax.vjp(lambda phi: times(kernels.mask(x, net(phi)), x), phi)
         excess = jax.grad(lambda phi: self._excess(me, kernels, net(phi)))(phi)
         return add(pull(slope(y))[0], scale(self.penalty, excess))
 
@@ -226,14 +210,11 @@ class Submodel(Decoder):
         ratio = jnp.asarray(table, share.dtype)[place]
         return jnp.log(jnp.maximum(share, ratio) / ratio)
 
-    def _held(self, me: Client, x: PyTree, keep: Keep) -> PyTree:
-        """The sub-model: ω times the soft mask, or its best kernels."""
-        kernels = self._kernels(me)
-        if not self.soft:
-            table, place = own_ratio(self.ratios, me.id, self.ratio_seed)
-            counts = jnp.asarray([kernels.counts(ratio) for ratio in table], jnp.int32)[place]
-            keep = [best(own, counts[name]) for name, own in enumerate(keep)]
-        return _times(kernels.mask(x, keep), x)
+    def _best(self, me: Client, kernels: Kernels, soft: Keep) -> Keep:
+        """As many of the best kernels as the client can hold."""
+        table, place = own_ratio(self.ratios, me.id, self.ratio_seed)
+        counts = jnp.asarray([kernels.counts(ratio) for ratio in table], jnp.int32)[place]
+        return [best(own, counts[name]) for name, own in enumerate(soft)]
 
     def _kernels(self, me: Client) -> Kernels:
         """The kernels of the client's model, with the shape of its samples."""
@@ -246,7 +227,3 @@ class Submodel(Decoder):
                 "the data; there is none: give kernels=Kernels.of(model, parameters, input_shape)"
             )
         return kernels_in(me.problem, samples["inputs"].shape[1:])
-
-
-def _times(a: PyTree, b: PyTree) -> PyTree:
-    return jax.tree.map(jnp.multiply, a, b)

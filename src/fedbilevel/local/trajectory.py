@@ -41,9 +41,9 @@ class BackwardAt(Program):
     place: Any
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
-        x, history, v, vectors, c, received = values
+        x, relative, history, v, vectors, c, received = values
         z, w = row(history, self.place)
-        return self.rule(me, x, scale(1 / w, z), w, v, vectors, c, received, received)
+        return self.rule(me, x, scale(1 / w, z), w, relative, v, vectors, c, received, received)
 
 
 class NoTangents(Program):
@@ -58,19 +58,19 @@ class NoTangents(Program):
 
 
 class OutgoingTangents(Program):
-    """`(x, z, w, tangents) ↦ (message, own)`: the derivative of `Outgoing`, in every node's x."""
+    """`(x, z, w, relative, tangents) ↦ (message, own)`: the derivative of `Outgoing`, in every node's x."""
 
     lr: Any
     when: When = eqx.field(static=True)
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
-        x, z, w, tangents = values
+        x, z, w, relative, tangents = values
         batch, y = me.batch("lower", me.key), scale(1 / w, z)
         flat, unravel = ravel_pytree(x)
         basis = jax.vmap(unravel)(jnp.eye(flat.size, dtype=flat.dtype))
         through_z = scale(1 / w, me.g_yy_each(x, y, tangents, batch))
         direct = me.g_yx_each(x, y, basis, batch)
-        change = scale(self.lr, jax.tree.map(lambda a, b: a.at[me.id].add(b), through_z, direct))
+        change = scale(self.lr * relative, jax.tree.map(lambda a, b: a.at[me.id].add(b), through_z, direct))
         return (sub(tangents, change), ()) if self.when == "before" else (tangents, change)
 
 

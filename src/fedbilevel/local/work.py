@@ -57,6 +57,11 @@ class Work(eqx.Module):
             carry,
         )
 
+    @property
+    def single(self) -> bool:
+        """Whether it is one step, at every client."""
+        return self.epochs is None and self.steps == 1
+
     def sees_all(self, me: Client) -> bool:
         """Whether the work reads at least as many samples as the largest client has."""
         samples = me.samples(self.level)

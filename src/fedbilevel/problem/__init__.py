@@ -25,6 +25,7 @@ from fedbilevel.problem.recurrent import CharLSTM
 from fedbilevel.problem.representation import HyperRepresentation
 from fedbilevel.problem.resnet import ResNet, ResNet18
 from fedbilevel.problem.server_model import ServerModel
+from fedbilevel.problem.sliced_mlp import SlicedMLP
 from fedbilevel.problem.submodel import Kernels
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "Saddle",
     "ServerModel",
     "Simplex",
+    "SlicedMLP",
     "TwoLayerCNN",
     "WeightedMixture",
     "class_weights",

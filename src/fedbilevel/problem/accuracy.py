@@ -112,6 +112,19 @@ def table(columns: Mapping[str, Any], input_shape: tuple[int, ...], classes: int
     return {"inputs": inputs, "labels": labels}
 
 
+def on_test(
+    classifier: Classifier, columns: Mapping[str, Any] | None, input_shape: tuple[int, ...], classes: int
+) -> dict[str, OnTable]:
+    """The metrics `test_accuracy` and `test_loss` on test columns; none without them."""
+    if columns is None:
+        return {}
+    samples = table(columns, input_shape, classes)
+    return {
+        "test_accuracy": OnTable(Accuracy(classifier), samples),
+        "test_loss": OnTable(CrossEntropy(classifier), samples),
+    }
+
+
 def check_labels(labels: Any, classes: int, level: str) -> None:
     """Raise an error that explains unless labels are class numbers: any other has no logit, and loss zero."""
     low, high = int(labels.min()), int(labels.max())

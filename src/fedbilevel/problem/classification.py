@@ -9,19 +9,11 @@ import equinox as eqx
 import jax
 import jax.random as jr
 
-from fedbilevel.problem.accuracy import Accuracy, Classifier, CrossEntropy, OnTable, check_classes, table
+from fedbilevel.problem.accuracy import Accuracy, Classifier, CrossEntropy, check_classes, on_test
 from fedbilevel.problem.base import Problem
+from fedbilevel.problem.loss_tuning import OfModel
 from fedbilevel.problem.model import Model, Shape
 from fedbilevel.tree import PyTree
-
-
-class OfLowerModel(eqx.Module):
-    """`(x, y, inputs) ↦ logits` of a model whose parameters are y; x, whatever it is, does not matter."""
-
-    model: Model
-
-    def __call__(self, x: PyTree, y: PyTree, inputs: jax.Array) -> jax.Array:
-        return self.model(y, inputs)
 
 
 class InBlocks(eqx.Module):
@@ -74,15 +66,9 @@ def Classification(
     """
     y0, outputs = model.init(jr.key(seed), inputs)
     check_classes(outputs, classes, "model")
-    loss, classifier = CrossEntropy(OfLowerModel(model), penalty), InBlocks(OfLowerModel(model))
-    metrics = {} if test is None else _metrics(classifier, table(test, inputs, classes))
-    measures: dict[str, Any] = {"metrics": metrics, "client_metrics": {"accuracy": Accuracy(classifier)}}
-    return Problem(loss, loss, (), y0, **measures | options)
-
-
-def _metrics(classifier: Classifier, test: PyTree) -> dict[str, OnTable]:
-    """What is measured on all test samples."""
-    return {
-        "test_accuracy": OnTable(Accuracy(classifier), test),
-        "test_loss": OnTable(CrossEntropy(classifier), test),
+    loss, classifier = CrossEntropy(OfModel(model), penalty), InBlocks(OfModel(model))
+    measures: dict[str, Any] = {
+        "metrics": on_test(classifier, test, inputs, classes),
+        "client_metrics": {"accuracy": Accuracy(classifier)},
     }
+    return Problem(loss, loss, (), y0, **measures | options)

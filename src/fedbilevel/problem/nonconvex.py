@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from fedbilevel.data.clients import Clients
 from fedbilevel.problem.base import Problem
+from fedbilevel.problem.quadratic import check_whose
 from fedbilevel.tree import PyTree
 
 Shared = Float[Array, " dy"]
@@ -76,8 +77,7 @@ class Nonconvex(eqx.Module):
     lower: str = eqx.field(static=True, default="global")
 
     def __check_init__(self) -> None:
-        if self.lower not in ("global", "local"):
-            raise ValueError(f'lower is {self.lower!r}; it must be "global" or "local"')
+        check_whose(self.lower)
 
     @classmethod
     def random(

@@ -7,6 +7,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 
 from fedbilevel.data.batches import Batch, Samples
 from fedbilevel.data.clients import Clients
@@ -105,6 +106,14 @@ class Client:
         self._count(batch, "g_y")
         return self._g_y(x, y, batch)
 
+    def g_y_change(self, x: PyTree, start: PyTree, y: PyTree, batch: Batch) -> PyTree:
+        """`∇_y g_i(x, y) − ∇_y g_i(x, start)`: two calls, which share what they read and compute of x."""
+        self._count(batch, "g_y")
+        self._count(batch, "g_y")
+        both = jax.tree.map(lambda *pair: jnp.stack(pair), y, start)
+        slopes = jax.vmap(lambda y: self._g_y(x, y, batch))(both)
+        return jax.tree.map(lambda leaf: leaf[0] - leaf[1], slopes)
+
     def g_yy(self, x: PyTree, y: PyTree, v: PyTree, batch: Batch) -> PyTree:
         """`H_i v = ∇²_yy g_i · v`, like y: forward over reverse, about two gradients."""
         self._count(batch, "g_yy")
@@ -131,9 +140,7 @@ class Client:
         return _each(jax.grad(self._slope, argnums=1), x, y, vectors, batch)
 
     def g_yx_each(self, x: PyTree, y: PyTree, directions: PyTree, batch: Batch) -> PyTree:
-        """`∂_x ∇_y g_i · d`, like y, for every d, like x, of a stack with one leading axis; counted as
-        g_xy.
-        """
+        """`∂_x ∇_y g_i · d`, like y, for every d (like x) of a stack; counted as g_xy."""
         self._count(batch, *("g_xy",) * jax.tree.leaves(directions)[0].shape[0])
 
         def along(d: PyTree) -> PyTree:

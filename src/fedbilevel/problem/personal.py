@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 
-from fedbilevel.problem.accuracy import Accuracy, Classifier, CrossEntropy, check_classes, table
+from fedbilevel.problem.accuracy import Accuracy, CrossEntropy, check_classes, table
 from fedbilevel.problem.base import Objective, Problem, ProblemError
 from fedbilevel.problem.loss_tuning import OfModel
-from fedbilevel.problem.model import Model, Shape
+from fedbilevel.problem.model import Chain, Model, Shape
 from fedbilevel.problem.personal_loss import (
     ClassWeightedLoss,
     MixtureOfModels,
@@ -76,8 +76,7 @@ def ClassWeights(
     y0 = _drawn(model, inputs, classes, seed)
     classifier = OfModel(model)
     lower, upper = ClassWeightedLoss(classifier, Part(), penalty), OwnLoss(classifier, upper_penalty)
-    measures = _measures(classifier, jnp.zeros(classes), y0, inputs, classes, test)
-    return Problem(upper, lower, jnp.zeros(classes), y0, **measures | options)
+    return _problem(upper, lower, (jnp.zeros(classes), y0), (inputs, classes, test), options)
 
 
 def Mixture(
@@ -118,8 +117,7 @@ def Mixture(
     y0 = _stacked(model, inputs, classes, models, seed)
     classifier = MixtureOfModels(model, Part())
     lower, upper = CrossEntropy(classifier, penalty), OwnLoss(classifier, upper_penalty)
-    measures = _measures(classifier, jnp.zeros(models), y0, inputs, classes, test)
-    return Problem(upper, lower, jnp.zeros(models), y0, **measures | options)
+    return _problem(upper, lower, (jnp.zeros(models), y0), (inputs, classes, test), options)
 
 
 def WeightedMixture(
@@ -156,8 +154,7 @@ def WeightedMixture(
     classifier = MixtureOfModels(model, Part("mixture"))
     upper = OwnLoss(classifier, {"classes": class_penalty, "mixture": mixture_penalty})
     lower = ClassWeightedLoss(classifier, Part("classes"), penalty)
-    measures = _measures(classifier, x0, y0, inputs, classes, test)
-    return Problem(upper, lower, x0, y0, **measures | options)
+    return _problem(upper, lower, (x0, y0), (inputs, classes, test), options)
 
 
 def PersonalLayers(
@@ -194,13 +191,11 @@ def PersonalLayers(
         >>> size(problem.x0), size(problem.y0)
         (2010, 157000)
     """
-    k_backbone, k_head = jr.split(jr.key(seed))
-    y0, features = backbone.init(k_backbone, inputs)
-    x0, outputs = head.init(k_head, features)
+    (y0, x0), outputs = Chain((backbone, head)).init(jr.key(seed), inputs)
     check_classes(outputs, classes, "head")
     classifier = OwnHead(backbone, head)
     lower, upper = CrossEntropy(classifier, penalty), OwnLoss(classifier, upper_penalty)
-    return Problem(upper, lower, x0, y0, **_measures(classifier, x0, y0, inputs, classes, test) | options)
+    return _problem(upper, lower, (x0, y0), (inputs, classes, test), options)
 
 
 def Interpolation(
@@ -240,9 +235,9 @@ def Interpolation(
     """
     y0 = _drawn(model, inputs, classes, seed)
     x0 = {"weight": jnp.zeros(()), "model": y0}
-    classifier = OwnAndGlobal(model)
-    lower, upper = CrossEntropy(OfModel(model), penalty), OwnLoss(classifier, {"model": upper_penalty})
-    return Problem(upper, lower, x0, y0, **_measures(classifier, x0, y0, inputs, classes, test) | options)
+    lower = CrossEntropy(OfModel(model), penalty)
+    upper = OwnLoss(OwnAndGlobal(model), {"model": upper_penalty})
+    return _problem(upper, lower, (x0, y0), (inputs, classes, test), options)
 
 
 # ------------------------------------------------------------- what they share
@@ -263,18 +258,28 @@ def _stacked(model: Model, inputs: Shape, classes: int, models: int, seed: int) 
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *(parameters for parameters, _ in drawn))
 
 
-def _measures(
-    classifier: Classifier,
-    x0: PyTree,
-    y0: PyTree,
-    inputs: Shape,
-    classes: int,
-    test: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """Every client's own accuracy and loss, and the accuracy on all test samples."""
+def _problem(
+    upper: OwnLoss,
+    lower: Objective,
+    start: tuple[PyTree, PyTree],
+    samples: tuple[Shape, int, Mapping[str, Any] | None],
+    options: dict[str, Any],
+) -> Problem:
+    """The problem, with every client's own accuracy and loss, and the accuracy on all test samples.
+
+    Args:
+        upper: its classifier is what a client predicts with.
+        lower: the training loss.
+        start: x0 and y0.
+        samples: the shape of their inputs, how many classes they have, and the test samples, if any.
+        options: of `Problem`, in the place of these measures too.
+    """
+    inputs, classes, test = samples
+    classifier = upper.classifier
     own: dict[str, Objective] = {"accuracy": Accuracy(classifier), "loss": CrossEntropy(classifier)}
-    if test is None:
-        return {"metrics": {}, "client_metrics": own}
-    ranks = tuple(jnp.ndim(jax.tree.leaves(variable)[0]) for variable in (x0, y0))
-    whole = OnTableOfAll(own["accuracy"], table(test, inputs, classes), (ranks[0], ranks[1]))
-    return {"metrics": {"test_accuracy": whole}, "client_metrics": own}
+    measures: dict[str, Any] = {"metrics": {}, "client_metrics": own}
+    if test is not None:
+        ranks = tuple(jnp.ndim(jax.tree.leaves(variable)[0]) for variable in start)
+        whole = OnTableOfAll(own["accuracy"], table(test, inputs, classes), (ranks[0], ranks[1]))
+        measures["metrics"] = {"test_accuracy": whole}
+    return Problem(upper, lower, *start, **measures | options)

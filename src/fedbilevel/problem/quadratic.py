@@ -66,8 +66,7 @@ class Quadratic(eqx.Module):
     lower: str = eqx.field(static=True, default="global")
 
     def __check_init__(self) -> None:
-        if self.lower not in ("global", "local"):
-            raise ValueError(f'lower is {self.lower!r}; it must be "global" or "local"')
+        check_whose(self.lower)
 
     @classmethod
     def random(
@@ -318,6 +317,12 @@ class DistanceTo(eqx.Module):
 
     def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.linalg.norm((x if self.level == "upper" else y) - self.target)
+
+
+def check_whose(lower: str) -> None:
+    """Raise an error that explains unless it is said whose y is: everybody's or every client's own."""
+    if lower not in ("global", "local"):
+        raise ValueError(f'lower is {lower!r}; it must be "global" or "local"')
 
 
 def _positive(key: jax.Array, count: int, d: int, low: Any, high: Any) -> jax.Array:

@@ -14,16 +14,9 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 
-from fedbilevel.problem.accuracy import (
-    Accuracy,
-    CrossEntropy,
-    OnTable,
-    check_classes,
-    cross_entropy,
-    table,
-)
+from fedbilevel.problem.accuracy import Accuracy, check_classes, cross_entropy, on_test
 from fedbilevel.problem.base import Problem, Separable
-from fedbilevel.problem.model import Model
+from fedbilevel.problem.model import Chain, Model
 from fedbilevel.tree import PyTree, dot
 
 
@@ -38,9 +31,7 @@ class Representation(eqx.Module):
 
 
 class HeadLoss(eqx.Module, Separable):
-    """The mean cross-entropy of a head on features, `+ (penalty/2)‖y‖²`: the backbone x is seen through
-    these.
-    """
+    """The mean cross-entropy of a head y on a backbone's features, `+ (penalty/2)‖y‖²`."""
 
     representation: Representation
     penalty: Any = 0.0
@@ -93,20 +84,12 @@ def HyperRepresentation(
         >>> size(problem.x0), size(problem.y0)
         (157000, 2010)
     """
-    k_backbone, k_head = jr.split(jr.key(seed))
-    x0, features = backbone.init(k_backbone, inputs)
-    y0, outputs = head.init(k_head, features)
+    (x0, y0), outputs = Chain((backbone, head)).init(jr.key(seed), inputs)
     check_classes(outputs, classes, "head")
     classifier = Representation(backbone, head)
-    metrics = {} if test is None else _metrics(classifier, table(test, inputs, classes))
     upper, lower = HeadLoss(classifier), HeadLoss(classifier, penalty)
-    measures: dict[str, Any] = {"metrics": metrics, "client_metrics": {"accuracy": Accuracy(classifier)}}
-    return Problem(upper, lower, x0, y0, **measures | options)
-
-
-def _metrics(classifier: Representation, test: PyTree) -> dict[str, OnTable]:
-    """What is measured on all test samples."""
-    return {
-        "test_accuracy": OnTable(Accuracy(classifier), test),
-        "test_loss": OnTable(CrossEntropy(classifier), test),
+    measures: dict[str, Any] = {
+        "metrics": on_test(classifier, test, inputs, classes),
+        "client_metrics": {"accuracy": Accuracy(classifier)},
     }
+    return Problem(upper, lower, x0, y0, **measures | options)

@@ -8,7 +8,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from fedbilevel.problem.accuracy import Accuracy, CrossEntropy, OnTable, table
+from fedbilevel.problem.accuracy import Accuracy, on_test
 from fedbilevel.problem.base import Problem
 from fedbilevel.problem.classification import Classification, InBlocks
 from fedbilevel.problem.model import Model, Shape
@@ -16,7 +16,7 @@ from fedbilevel.tree import PyTree
 
 
 class OfServerModel(eqx.Module):
-    """`(x, y, inputs) ↦ logits` of a model whose parameters are x; y, one model a client, does not matter."""
+    """`(x, y, inputs) ↦ logits` of a model whose parameters are x; y does not matter."""
 
     model: Model
 
@@ -32,20 +32,21 @@ def ServerModel(
     penalty: float = 0.0,
     test: Mapping[str, Any] | None = None,
     seed: int = 0,
+    **options: Any,
 ) -> Problem:
-    """`Classification` whose `test_accuracy` and `test_loss` are those of the server's model, x.
+    """`Classification` whose metrics, on test samples and at clients, are those of the server's model, x.
 
     For FedSep with the decoder `Submodel`, whose x is a whole model, and whose y are clients' parts of it.
 
     Args:
         model: its parameters are x, and parts of them y; one logit a class.
-        inputs, classes, penalty, test, seed: as for `Classification`.
+        inputs, classes, penalty, test, seed, **options: as for `Classification`.
     """
+    classifier = InBlocks(OfServerModel(model))
+    measures: dict[str, Any] = {
+        "metrics": on_test(classifier, test, inputs, classes),
+        "client_metrics": {"accuracy": Accuracy(classifier)},
+    }
     settings: dict[str, Any] = {"inputs": inputs, "classes": classes, "penalty": penalty, "seed": seed}
-    if test is not None:
-        samples, classifier = table(test, inputs, classes), InBlocks(OfServerModel(model))
-        settings["metrics"] = {
-            "test_accuracy": OnTable(Accuracy(classifier), samples),
-            "test_loss": OnTable(CrossEntropy(classifier), samples),
-        }
-    return Classification(model, **settings)
+    problem = Classification(model, **settings, **measures | options)
+    return problem.at(problem.y0, problem.y0)

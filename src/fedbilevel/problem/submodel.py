@@ -128,14 +128,6 @@ class Kernels:
                 whole = whole * copies.reshape(-1, *(1,) * (len(shape) - axis - 1))
         return jnp.broadcast_to(whole, shape)
 
-    def present(self, parameters: PyTree) -> tuple[jax.Array, ...]:
-        """Which kernels of a masked model there are: those whose weights are not all zero."""
-        leaves, found = jax.tree.leaves(parameters), [jnp.zeros(n, bool) for n in self.sizes]
-        for leaf, axes in zip(leaves, self.axes, strict=True):
-            if len(axes) > 1 and axes[-1] is not None:
-                found[axes[-1]] = found[axes[-1]] | jnp.any(leaf != 0, axis=tuple(range(len(axes) - 1)))
-        return tuple(found)
-
     def extract(self, parameters: PyTree, keep: Keep) -> PyTree:
         """The parameters of the small model; `keep` must be known, since it decides their shapes."""
         leaves, structure = jax.tree.flatten(parameters)

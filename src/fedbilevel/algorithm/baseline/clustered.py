@@ -9,15 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from fedbilevel.algorithm.base import (
-    Algorithm,
-    Info,
-    Rate,
-    check_lengths,
-    check_not_negative,
-    rate,
-    with_server,
-)
+from fedbilevel.algorithm.base import Algorithm, Info, check_lengths, check_not_negative, with_server
 from fedbilevel.algorithm.baseline.local import first_own
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.links import Complete, Links
@@ -26,6 +18,7 @@ from fedbilevel.fed.program import Program
 from fedbilevel.local.descent import Descent
 from fedbilevel.local.work import Amount, Work, amount, check_amounts
 from fedbilevel.problem.oracle import Client
+from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree, add, sub
 
 

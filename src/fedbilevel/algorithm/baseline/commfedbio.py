@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.random as jr
 
-from fedbilevel.algorithm.base import Algorithm, Info, Rate, check_lengths, rate
+from fedbilevel.algorithm.base import Algorithm, Info, check_lengths
 from fedbilevel.algorithm.exchange import Point
 from fedbilevel.algorithm.fedbio import copies
 from fedbilevel.fed.codec import TopK, check_entries
@@ -19,6 +19,7 @@ from fedbilevel.local.descent import Descent
 from fedbilevel.local.gradients import Assemble
 from fedbilevel.local.work import Amount, Work, amount, check_amounts, check_count
 from fedbilevel.problem.oracle import Client
+from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree, step, sub, zeros_like
 
 

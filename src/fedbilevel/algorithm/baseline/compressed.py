@@ -11,9 +11,8 @@ import jax.random as jr
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float
 
-from fedbilevel.algorithm.base import Algorithm, Info, Rate, check_lengths, rate
+from fedbilevel.algorithm.base import Algorithm, Info, check_lengths
 from fedbilevel.algorithm.fedbio import copies
-from fedbilevel.algorithm.fedsep import Learn
 from fedbilevel.fed.codec import Codec, TopK, check_entries
 from fedbilevel.fed.compress import Quantized, RandomK, check_bits
 from fedbilevel.fed.federation import Federation
@@ -21,9 +20,11 @@ from fedbilevel.fed.place import Kept
 from fedbilevel.fed.program import Program
 from fedbilevel.local.count_sketch import CountSketch
 from fedbilevel.local.decode import check_choice
+from fedbilevel.local.learn import Learn
 from fedbilevel.local.optimizer import SGD, Optimizer, optimizer
 from fedbilevel.local.work import Amount, amount, check_amounts, check_count
 from fedbilevel.problem.oracle import Client
+from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree, add, scale, size, sub, zeros_like
 
 CODECS = ("none", "topk", "random", "quantized")

@@ -16,14 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbilevel.algorithm.baseline.mask_rule import MaskRule, Parts, Share, Train, times
+from fedbilevel.algorithm.baseline.mask_rule import MaskRule, Parts, Share, Train
 from fedbilevel.algorithm.fedbio import copies
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.place import Kept
 from fedbilevel.fed.program import Program
+from fedbilevel.local.learn import Learn
 from fedbilevel.problem.oracle import Client
 from fedbilevel.problem.submodel import Kernels, best
-from fedbilevel.tree import PyTree, normal_like, zeros_like
+from fedbilevel.tree import PyTree, normal_like, times, zeros_like
 
 
 def budget(kernels: Kernels, ratio: float) -> tuple[int, ...]:
@@ -140,8 +141,8 @@ class Sensitive(CoordinateRule):
     def first(self, fed: Federation, parts: Parts, work: Train, key: jax.Array) -> tuple[PyTree, Kept | None]:
         everyone, levels = fed.everyone, sorted(set(parts.ratios))
         there = everyone.agreed(fed.problem.x0), everyone.send(fed.problem.y0, "warm")
-        program = WarmUp(Train(Everything(), parts, work.learn, self.warm_steps, 0), tuple(levels))
-        y, shares = everyone.mean(everyone.run(program, *there, key=key), "warm")
+        whole = Train(Everything(), parts, Learn(work.learn.rule, self.warm_steps), 0)
+        y, shares = everyone.mean(everyone.run(WarmUp(whole, tuple(levels)), *there, key=key), "warm")
         masks = [_dense_where(y, shares[place], parts.kernels, own) for place, own in enumerate(levels)]
         own = np.asarray([levels.index(ratio) for ratio in parts.ratios])
         return y, fed.keep(jax.tree.map(lambda *leaves: jnp.stack(leaves)[own], *masks))

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from fedbilevel.algorithm.base import Algorithm, Info, check_lengths, decides
 from fedbilevel.algorithm.baseline.consensus import Confident, Consensus, MeanLogits, SharpMean
 from fedbilevel.algorithm.baseline.heterogeneous import Heterogeneous
-from fedbilevel.algorithm.baseline.mask_rule import Leading, Train, times
+from fedbilevel.algorithm.baseline.mask_rule import Leading, Train
 from fedbilevel.algorithm.fedbio import copies
 from fedbilevel.fed.codec import Partial
 from fedbilevel.fed.cohort import Cohort
@@ -28,7 +28,7 @@ from fedbilevel.problem.accuracy import Classifier, CrossEntropy
 from fedbilevel.problem.base import Problem, ProblemError
 from fedbilevel.problem.oracle import Client
 from fedbilevel.problem.submodel import Kernels, Ratios, ratios_setting
-from fedbilevel.tree import PyTree
+from fedbilevel.tree import PyTree, times
 
 
 class TrainAndTell(Program):

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 
-from fedbilevel.algorithm.base import Algorithm, Info, Rate, check_lengths, rate, with_server
+from fedbilevel.algorithm.base import Algorithm, Info, check_lengths, with_server
 from fedbilevel.algorithm.baseline.local import first_own
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.links import Complete, Links
 from fedbilevel.fed.place import Kept
 from fedbilevel.local.descent import Descent
 from fedbilevel.local.work import Amount, Work, amount, check_amounts, check_count
+from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree
 
 

@@ -13,19 +13,21 @@ import jax.random as jr
 import numpy as np
 from jaxtyping import Array, Float
 
-from fedbilevel.algorithm.base import Algorithm, CannotRunError, Info, Rate, check_lengths, rate
+from fedbilevel.algorithm.base import Algorithm, CannotRunError, Info, check_lengths
 from fedbilevel.algorithm.baseline.local import first_own
 from fedbilevel.data.batches import Batch
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.links import Complete, Links
-from fedbilevel.fed.network import Network, check_all_answer, check_push_sum
+from fedbilevel.fed.network import Network, check_all_answer, check_links, check_push_sum
 from fedbilevel.fed.place import Kept
 from fedbilevel.fed.program import Program
+from fedbilevel.local.push_sum import Displaced
 from fedbilevel.local.work import Amount, Work, amount, check_amounts
 from fedbilevel.problem.accuracy import CrossEntropy
 from fedbilevel.problem.base import Objective, Problem
 from fedbilevel.problem.oracle import Client
 from fedbilevel.problem.personal_loss import MixtureOfModels
+from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree, dot, step
 
 # ------------------------------------------------------------ what a client does
@@ -125,7 +127,8 @@ class FedEM(Algorithm[Mixed]):
 
     makes τ SGD steps on `−mean_j Σ_k q_jk log p_k + (penalty/2)‖y‖²`, q as it is, and the server averages
     the models y. x_i never leaves its client. Without a server every client has a copy of the models, and
-    mixes it with its neighbours' in the place of the average, where every client counts alike.
+    mixes it with its neighbours' in the place of the average. Before that, the way that its steps have taken
+    it is multiplied by n p_i, p_i its share of the weights of `Clients`, so that it counts as in the average.
 
     It solves `fedbilevel.Mixture`, and no other problem.
 
@@ -164,6 +167,7 @@ class FedEM(Algorithm[Mixed]):
     def among(self, n: int) -> Any:
         if self._has_server:
             return self
+        check_links(self.links)
         network = self.links.network(n)
         _check_doubly_stochastic(network)
         check_push_sum(network)
@@ -186,7 +190,9 @@ class FedEM(Algorithm[Mixed]):
         x = cohort.put(state.x, out[0])
         if self._has_server:
             return Mixed(x, cohort.mean(out[1], "y"), state.time + 1), {}
-        mixed = cohort.push(out[1], self.links, "y", time=state.time)
+        alike, relative = cohort.relative_weights(alike=True), cohort.relative_weights()
+        sent = cohort.run(Displaced(), y, out[1], alike, relative, key=k_steps)
+        mixed = cohort.push(sent[0], self.links, "y", time=state.time)
         return Mixed(x, cohort.put(state.y, mixed), state.time + 1), {}
 
     def solution(self, state: Mixed) -> tuple[PyTree, PyTree]:

@@ -15,6 +15,7 @@ from fedbilevel.algorithm.baseline.mask_rule import Leading, MaskRule, Parts, Ra
 from fedbilevel.fed.codec import Partial
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.place import Kept
+from fedbilevel.local.learn import Learn
 from fedbilevel.local.optimizer import Optimizer, optimizer
 from fedbilevel.local.work import Amount, amount, check_amounts, check_count
 from fedbilevel.problem.submodel import Kernels, Ratios, kernels_in, ratios_setting, widths
@@ -74,7 +75,7 @@ class Heterogeneous(Algorithm[WholeModel]):
     def _train(self, fed: Federation, time: Any) -> Train:
         kernels = kernels_in(fed.problem) if self.kernels is None else self.kernels
         parts = Parts(kernels, widths(self.ratios, fed.n, self.ratio_seed))
-        return Train(self.rule, parts, self.learn, self.learn_steps, time)
+        return Train(self.rule, parts, Learn(self.learn, self.learn_steps), time)
 
     def init(self, fed: Federation, key: jax.Array) -> WholeModel:
         check_lengths(self, fed.n)

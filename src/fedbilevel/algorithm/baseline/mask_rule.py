@@ -11,19 +11,12 @@ import jax.numpy as jnp
 import jax.random as jr
 
 from fedbilevel.fed.federation import Federation
-from fedbilevel.fed.loop import repeat
 from fedbilevel.fed.place import Kept
 from fedbilevel.fed.program import Program
-from fedbilevel.local.optimizer import Optimizer
-from fedbilevel.local.work import Amount, of_client
+from fedbilevel.local.learn import Learn
 from fedbilevel.problem.oracle import Client
 from fedbilevel.problem.submodel import Kernels, best
-from fedbilevel.tree import PyTree
-
-
-def times(a: PyTree, b: PyTree) -> PyTree:
-    """`a ⊙ b`."""
-    return jax.tree.map(jnp.multiply, a, b)
+from fedbilevel.tree import PyTree, times
 
 
 class Parts(eqx.Module):
@@ -95,26 +88,16 @@ class Train(Program):
 
     rule: MaskRule
     parts: Parts
-    learn: Optimizer
-    steps: Amount = eqx.field(static=True)
+    learn: Learn
     time: Any
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
         x, y, memory = values
         share = Share(self.parts, memory, self.time)
         mask = self.rule.mask(me.rekeyed(0), x, y, share)
-        theta = self._trained(me.rekeyed(1), x, times(mask, y), mask, share)
+        theta = self.learn(me.rekeyed(1), x, times(mask, y), mask, lambda y: self.rule.seen(me, y, share))
         sent = self.rule.sent(me, theta, mask, share)
         return {"y": times(sent, theta), "held": sent}, self.rule.kept(mask, share)
-
-    def _trained(self, me: Client, x: PyTree, theta: PyTree, mask: PyTree, share: Share) -> PyTree:
-        def body(index: Any, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-            batch = me.batch("upper", jr.fold_in(me.key, index))
-            gradient = me.f_y(x, self.rule.seen(me, carry[0], share), batch)
-            return self.learn.step(carry[0], times(mask, gradient), carry[1])
-
-        trained, _ = repeat(of_client(self.steps, me.id), body, (theta, self.learn.init(theta)))
-        return trained
 
 
 class KernelRule(MaskRule):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedbilevel.algorithm.base import Rate, decides
+from fedbilevel.algorithm.base import decides
 from fedbilevel.algorithm.fedbioacc import FedBiOAcc
 from fedbilevel.algorithm.fednest import FedNest
+from fedbilevel.schedule import Rate
 
 
 @decides("inner", "outer", "alternate", "series")

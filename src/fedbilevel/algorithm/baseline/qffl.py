@@ -8,12 +8,13 @@ import equinox as eqx
 import jax
 import jax.random as jr
 
-from fedbilevel.algorithm.base import Info, Rate, TwoVariables, Variables, rate
+from fedbilevel.algorithm.base import Info, TwoVariables, Variables
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.program import Program
 from fedbilevel.local.descent import Descent
 from fedbilevel.local.work import Amount, Work, amount, check_amounts
 from fedbilevel.problem.oracle import Client
+from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree, dot, scale, step, sub
 
 _LEAST = 1e-10

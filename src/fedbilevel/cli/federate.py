@@ -1,0 +1,139 @@
+"""The command that runs an experiment at the sites of an NVFlare federation."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import typer
+
+from fedbilevel.cli.run import (
+    Again,
+    Change,
+    File,
+    Only,
+    Out,
+    Preset,
+    Quiet,
+    Steps,
+    changes_of,
+    execute,
+    finish,
+    usual_folder,
+)
+from fedbilevel.cli.say import remark
+from fedbilevel.data.clients import Clients
+from fedbilevel.engine.nvflare.engine import NVFlare
+from fedbilevel.engine.nvflare.job import JobLostError
+from fedbilevel.experiment.build import Built
+from fedbilevel.experiment.config import Plan, plans
+from fedbilevel.experiment.registry import ConfigError
+from fedbilevel.experiment.runner import Outcome
+
+commands = typer.Typer()
+
+
+@commands.command()
+def federate(
+    file: File,
+    env: Annotated[
+        str,
+        typer.Option(
+            help="Where the sites are: sim (processes of this machine), poc (provisioned ones on it, with "
+            "certificates), or the folder of an administrator's startup kit."
+        ),
+    ] = "sim",
+    data: Annotated[
+        Literal["file", "sites"] | None,
+        typer.Option(
+            help="Whose data: each site gets its share of the file's, or has its own; default: file for sim "
+            "and poc, sites for a startup kit."
+        ),
+    ] = None,
+    out: Out = None,
+    change: Change = None,
+    preset: Preset = None,
+    only: Only = None,
+    seed: Annotated[int | None, typer.Option(help="One seed, in the place of the file's.")] = None,
+    steps: Steps = None,
+    min_clients: Annotated[int, typer.Option(help="Fewer answers in an exchange end the run.")] = 1,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for a site's answer.")] = 600.0,
+    retries: Annotated[int, typer.Option(help="Repetitions of a message before a site is given up.")] = 2,
+    resubmit: Annotated[int, typer.Option(help="New jobs in the place of one that was lost.")] = 3,
+    again: Again = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run an experiment file at the sites of an NVFlare federation.
+
+    If the job is lost a new one goes on from the last checkpoints. At the end every site that was left out of
+    a mean is named.
+    """
+    todo = plans(
+        file,
+        preset=preset,
+        changes=changes_of(change, steps, None),
+        seeds=None if seed is None else [seed],
+        only=only or (),
+    )
+    engine = NVFlare(env, min_clients=min_clients, timeout=timeout, retries=retries, rejoin=True)
+    own = (data or ("file" if env in ("sim", "poc") else "sites")) == "sites"
+    folder = out or usual_folder(file, "-".join(filter(None, [preset, "federate"])))
+    outcomes = _persist(todo, folder, engine, own=own, resubmit=resubmit, again=again, quiet=quiet)
+    _summary(outcomes, engine)
+    finish(outcomes)
+
+
+def _persist(
+    todo: Sequence[Plan],
+    out: pathlib.Path,
+    engine: NVFlare,
+    *,
+    own: bool,
+    resubmit: int,
+    again: bool,
+    quiet: bool,
+) -> Sequence[Outcome]:
+    """Run all plans; a lost job is submitted again, and what is done or begun is not done again."""
+
+    def placed(built: Built) -> Built:
+        return built._replace(engine=engine, clients=_own_clients(built, engine) if own else built.clients)
+
+    with engine:
+        for left in range(resubmit, -1, -1):
+            try:
+                return execute(todo, out, together=False, again=again, quiet=quiet, adapt=placed)
+            except JobLostError as error:
+                if not left:
+                    raise
+                remark(f"{error} A new job goes on from the last checkpoints.")
+                again = False
+    raise AssertionError("the loop returns or raises")
+
+
+def _own_clients(built: Built, engine: NVFlare) -> Clients:
+    """The sites' own data in the place of the file's, which only say what samples look like."""
+    file = built.clients
+    weights = "uniform" if file.weights is None else "size"
+    clients = engine.clients(file.lower.batch_size, weights)
+    if clients.n != file.n:
+        raise ConfigError(f"the file speaks of {file.n} clients, and there are {clients.n} sites")
+    return clients
+
+
+def _summary(outcomes: Sequence[Outcome], engine: NVFlare) -> None:
+    """What travelled, and who was left out why."""
+    results = [outcome.result for outcome in outcomes if outcome.fresh and outcome.result is not None]
+    payload = sum(result.ledger.bytes for result in results)
+    down, up = engine.wire
+    remark(f"On the wire: {down:,} bytes down and {up:,} up; payload by the ledgers: {payload:,}")
+    reasons = Counter(_reason(line) for result in results for line in result.failures)
+    for reason, times in reasons.most_common():
+        remark(f"Left out {times}×: {reason}")
+
+
+def _reason(line: str) -> str:
+    """A report without what it was asked for: the same trouble is the same line."""
+    return re.sub(r" \(asked for [^()]*\)$", "", line)

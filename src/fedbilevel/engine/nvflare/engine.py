@@ -1,0 +1,187 @@
+"""The NVFlare engine: real sites, over certificates, or simulated ones."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, Self
+
+from fedbilevel.data.clients import Clients, DataError
+from fedbilevel.engine.base import Engine, Session, Stepper, check_dropout
+from fedbilevel.engine.configuration import configuration, refuse_inside_client
+from fedbilevel.engine.nvflare.job import Job, JobLostError, SimulatedJob
+from fedbilevel.engine.nvflare.premises import Premises
+from fedbilevel.engine.nvflare.sites import Sites
+from fedbilevel.engine.nvflare.submitted import SubmittedJob
+from fedbilevel.engine.own_data import SiteClients, surveyed
+from fedbilevel.engine.remote import RemoteFederation
+from fedbilevel.engine.reply import body_of
+from fedbilevel.engine.session import agree
+from fedbilevel.engine.wire import WireError, encode
+from fedbilevel.portable import Array, Json
+from fedbilevel.problem.base import Problem
+
+
+class NVFlare(Engine):
+    """Runs clients at the sites of an NVFlare federation: the same algorithms, unchanged.
+
+    This process is the driver: it runs the algorithm, and a job of the NVFlare server passes its messages on
+    to the sites. As a context manager it keeps its job for several runs; else each run starts its own, which
+    takes 10 to 20 seconds for simulated sites.
+
+        with fb.NVFlare("sim") as engine:
+            fb.solve(problem, clients, algorithm, steps=20, engine=engine)
+
+    Args:
+        env: where the sites are. "sim": processes of this machine, made by NVFlare's simulator. "poc": a
+            server and sites on this machine that are provisioned and speak as real ones do, over mutual TLS.
+            Else the folder of an administrator's startup kit, for sites anywhere.
+        sites: names of the sites, in the order of the clients; default: all that are connected, by name.
+        data: where sites that are started here ("sim", "poc") find their own samples; a real site says that
+            itself. See `clients`.
+        min_clients: fewer answers than this in an exchange are an error.
+        timeout: seconds to wait for an answer. Who is late is left out of that mean and takes part again
+            when it has caught up; nobody waits for it a second time meanwhile.
+        retries: how often a message is repeated, each time for `timeout` seconds and while the others go on,
+            before the site is given up for the session.
+        dropout: probability that a client does not answer after a local computation (as in `Simulator`).
+        factory: an importable function that makes the problem; default: the problem's own functions
+            are sent by name, so they must be importable themselves.
+        start_timeout: seconds that the sites have to connect, and a job to start.
+        rejoin: whether to end a job with `JobLostError` when a site that it has lost is back: NVFlare takes
+            nobody into a running job. A new session looks for such sites in any case.
+
+    A job that ends by itself (its server or a site's worker was killed) raises `JobLostError`. A run with
+    checkpoints then goes on where it was: `fedbilevel federate` does that by itself.
+    """
+
+    def __init__(
+        self,
+        env: str | os.PathLike[str] = "sim",
+        *,
+        sites: Sequence[str] = (),
+        data: str | None = None,
+        min_clients: int = 1,
+        timeout: float = 600.0,
+        retries: int = 2,
+        dropout: float = 0.0,
+        factory: Callable[[], Problem] | None = None,
+        start_timeout: float = 300.0,
+        rejoin: bool = False,
+    ) -> None:
+        check_dropout(dropout)
+        if min_clients < 1 or timeout <= 0 or retries < 0:
+            raise ValueError(
+                f"min_clients is {min_clients}, timeout {timeout} and retries {retries}; "
+                "they must be at least 1, above 0 and at least 0"
+            )
+        self.env, self.names, self.data = env, tuple(sites), data
+        self.min_clients, self.timeout, self.retries = min_clients, timeout, retries
+        self.dropout, self.factory = dropout, factory
+        self.start_timeout, self.rejoin = start_timeout, rejoin
+        self._stays, self._before = False, (0, 0)
+        self._premises: Premises | None = None
+        self._sites: Sites | None = None
+
+    def __enter__(self) -> Self:
+        self._stays = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stays = False
+        self.close()
+
+    def close(self) -> None:
+        """End the job, and a system that was started for it."""
+        self._end_job()
+        premises, self._premises = self._premises, None
+        if premises is not None:
+            premises.close()
+
+    def _end_job(self) -> None:
+        sites, self._sites = self._sites, None
+        if sites is not None:
+            self._before = self._before[0] + sites.down, self._before[1] + sites.up
+            sites.job.close()
+
+    @property
+    def wire(self) -> tuple[int, int]:
+        """Bytes of all messages so far, down and up: the ledger's payload and its wrapping."""
+        now = (0, 0) if self._sites is None else (self._sites.down, self._sites.up)
+        return self._before[0] + now[0], self._before[1] + now[1]
+
+    @contextlib.contextmanager
+    def connect(
+        self, problem: Problem, clients: Clients, stepper: Stepper, probes: Sequence[Stepper] = ()
+    ) -> Iterator[Session]:
+        refuse_inside_client()
+        configure = configuration(problem, clients, stepper, probes, self.factory)
+        try:
+            sites = self._ready(clients.n)
+            federation = RemoteFederation(
+                sites, problem, clients, stepper, probes, min_clients=self.min_clients, dropout=self.dropout
+            )
+            for client in sorted(set(range(clients.n)) - sites.alive):
+                federation.report(client, "it was not connected when the job began")
+            agree(federation, configure)
+            yield federation.compile(stepper)
+        except JobLostError:
+            self._end_job()  # the next session begins a new one
+            raise
+        finally:
+            if not self._stays:
+                self.close()
+
+    def clients(
+        self, batch_size: int | None = None, weights: Literal["uniform", "size"] | Any = "uniform"
+    ) -> SiteClients:
+        """The sites' own data as clients for `solve`: sizes and shapes are asked for, and no sample is sent.
+
+        Inside a `with` block of this engine; the arguments are those of `Clients`.
+        """
+        sites = self._ready(len(self.names))
+        question = encode({"survey": {}}, [])
+        replies = sites.exchange(dict.fromkeys(range(len(sites.names)), question), 1 << 24)
+        reports = [
+            (sites.label(client), *_report(sites.label(client), reply)) for client, reply in replies.items()
+        ]
+        return surveyed(reports, batch_size, weights)
+
+    def _ready(self, n: int) -> Sites:
+        """The sites of a running job; `n` of them, if that is not 0."""
+        if self._sites is not None and (n not in (0, len(self._sites.names)) or self._sites.returned()):
+            self._end_job()
+        if self._sites is None:
+            self._sites = Sites(self._job(n), self.timeout, self.names, rejoin=self.rejoin)
+            self.names = tuple(self._sites.names)
+        if n not in (0, len(self._sites.names)):
+            raise ValueError(f"there are data for {n} clients, and {len(self.names)} sites: {self.names}")
+        self._sites.renew()
+        return self._sites
+
+    def _job(self, n: int) -> Job:
+        if importlib.util.find_spec("nvflare") is None:
+            raise RuntimeError("NVFlare is not installed: `pip install 'fedbilevel[nvflare]'` does that")
+        job: dict[str, Any] = {"min_clients": self.min_clients, "retries": self.retries}
+        if self.env == "sim":
+            return SimulatedJob(n, self.data, self.start_timeout, **job)
+        if self.env == "poc" and self._premises is None:
+            self._premises = Premises(n, self.data)
+            self._premises.start()
+        kit = pathlib.Path(self.env) if self._premises is None else self._premises.admin
+        return SubmittedJob(kit, n or self.min_clients, self.start_timeout, **job)
+
+
+def _report(name: str, reply: bytes | Exception) -> tuple[Json, list[Array]]:
+    """What a site told about its data; without it there is no client."""
+    try:
+        body, arrays = body_of(reply)
+        if "levels" in body:
+            return body["levels"], arrays
+        reason = str(body.get("error", "it did not say what data it has"))
+    except WireError as error:
+        reason = str(error)
+    raise DataError(f"{name}: {reason}")

@@ -1,0 +1,126 @@
+"""A whole NVFlare system on this machine, with certificates: to try what a real federation will do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+
+from fedbilevel.engine.nvflare.job import allow
+from fedbilevel.engine.nvflare.settings import site_environment
+
+ADMIN = "admin@fedbilevel.org"
+_PROJECT = "fedbilevel"
+
+
+class Premises:
+    """A server, sites and an administrator, each with a startup kit of its own from `nvflare provision`.
+
+    Args:
+        n: how many sites: site-1, site-2, ...
+        data: where they find their own samples, if they have any.
+        folder: where; default: a temporary folder, removed by `close`.
+    """
+
+    def __init__(self, n: int, data: str | None = None, folder: pathlib.Path | None = None) -> None:
+        self.data, self.is_ours = data, folder is None
+        self.folder = folder or pathlib.Path(tempfile.mkdtemp(prefix="fedbilevel-"))
+        self.sites = [f"site-{number}" for number in range(1, n + 1)]
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        try:
+            self.kits = self._provision()
+        except BaseException:
+            self.close()
+            raise
+
+    def _provision(self) -> pathlib.Path:
+        """Make the startup kits; returns the folder that holds them."""
+        project = self.folder / "project.yml"
+        project.write_text(json.dumps(_project(self.sites, _free_port())))  # JSON is YAML
+        command = [
+            sys.executable,
+            "-m",
+            "nvflare.cli",
+            "provision",
+            "-p",
+            str(project),
+            "-w",
+            str(self.folder),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, env=self._environment(), check=False)
+        kits = self.folder / _PROJECT / "prod_00"
+        if not kits.exists():
+            raise RuntimeError(f"nvflare provision failed: {(done.stderr or done.stdout)[-500:]}")
+        for name in ("localhost", *self.sites):
+            allow(kits / name / "local")
+        return kits
+
+    @property
+    def admin(self) -> pathlib.Path:
+        """The administrator's startup kit."""
+        return self.kits / ADMIN
+
+    def start(self, *names: str) -> None:
+        """Start participants; default: the server ("localhost") and all sites."""
+        for name in names or ("localhost", *self.sites):
+            with (self.kits / name / "console.log").open("ab") as log:
+                self.processes[name] = subprocess.Popen(
+                    ["bash", str(self.kits / name / "startup" / "sub_start.sh"), "--once"],
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=self._environment(),
+                    cwd=self.kits / name,
+                    start_new_session=True,
+                )
+
+    def kill(self, name: str) -> None:
+        """End a participant at once, with all processes that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.processes[name].pid, signal.SIGKILL)
+        self.processes.pop(name).wait()
+
+    def close(self) -> None:
+        """End everything."""
+        for name in list(self.processes):
+            self.kill(name)
+        if self.is_ours:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _environment(self) -> dict[str, str]:
+        """Its own home, since NVFlare writes there; and this interpreter first."""
+        path = os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ.get("PATH", "")])
+        return site_environment(self.data) | {"HOME": str(self.folder), "PATH": path}
+
+
+def _project(sites: list[str], port: int) -> dict[str, object]:
+    server = {"name": "localhost", "type": "server", "org": "fedbilevel", "fed_learn_port": port}
+    admin = {"name": ADMIN, "type": "admin", "org": "fedbilevel", "role": "project_admin"}
+    clients = [{"name": site, "type": "client", "org": "fedbilevel"} for site in sites]
+    builders = ("workspace.WorkspaceBuilder", "static_file.StaticFileBuilder", "cert.CertBuilder")
+    return {
+        "api_version": 3,
+        "name": _PROJECT,
+        "participants": [server, admin, *clients],
+        "builders": [_builder(name) for name in (*builders, "signature.SignatureBuilder")],
+    }
+
+
+def _builder(name: str) -> dict[str, object]:
+    settings = {
+        "workspace.WorkspaceBuilder": {"template_file": ["master_template.yml"]},
+        "static_file.StaticFileBuilder": {"config_folder": "config"},
+    }
+    return {"path": f"nvflare.lighter.impl.{name}", "args": settings.get(name, {})}
+
+
+def _free_port() -> int:
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        return int(door.getsockname()[1])

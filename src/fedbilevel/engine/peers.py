@@ -1,0 +1,87 @@
+"""`push` without the server: clients send each other their values, and the server hears who missed what.
+
+Messages are acknowledged by the receivers' reports: what one did not get in time the server fetches from the
+sender and passes on, in a second exchange. So a lost message loses no mass while both ends can be reached.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedbilevel.engine.base import TooFewClientsError
+from fedbilevel.engine.handle import Ref, spec_of
+from fedbilevel.fed.place import At
+
+if TYPE_CHECKING:
+    from fedbilevel.engine.remote import RemoteCohort
+
+Pair = tuple[int, int]
+"""Places of a receiver and a sender in the cohort."""
+
+
+def push_directly(cohort: RemoteCohort, value: At, weights: Any) -> tuple[Ref, npt.NDArray[Any]]:
+    """`out_i = Σ_j W_ij in_j`, where clients send each other; the result and who sent. One round trip."""
+    senders, away = _senders(cohort, value)
+    # Nobody waits for one that is behind; what it would give away stays with it.
+    table = np.where(np.diag(away), 1.0, np.asarray(weights) * senders)
+    ref = cohort.fed.numbers.new(value.value.spec, "what its peers sent")
+    _ask(cohort, value, table, ref)
+    missing, answered = _missed(cohort, table)
+    if len(answered) < cohort.fed.min_clients:
+        raise TooFewClientsError(
+            f"{len(answered)} of {cohort.size} clients took part in an exchange among peers, and min_clients "
+            f"is {cohort.fed.min_clients}. Last reports: {'; '.join(cohort.fed.failures[-3:]) or 'none'}"
+        )
+    _relay(cohort, value, table, ref, missing)
+    return ref, senders & np.array([place in answered for place in range(cohort.size)])
+
+
+def _senders(cohort: RemoteCohort, value: At) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Who has a value and can be reached, now or (the second) later."""
+    had = np.ones(cohort.size, bool) if value.present is None else np.asarray(value.present)
+    alive, behind = cohort.fed.channel.alive, cohort.fed.channel.behind
+    there = had & np.array([int(i) in alive for i in cohort.ids])
+    late = np.array([int(i) in behind for i in cohort.ids])
+    return there & ~late, there & late
+
+
+def _ask(cohort: RemoteCohort, value: At, table: npt.NDArray[Any], ref: Ref) -> None:
+    """Queue what every client sends, and what it waits for."""
+    names = [cohort.fed.channel.peer(int(i)) for i in cohort.ids]
+    number, seconds = next(cohort.fed.rounds), cohort.fed.channel.timeout / 2
+    for place, queue in cohort._queues():
+        to = [names[k] for k in np.flatnonzero(table[:, place]) if k != place]
+        heard = [[names[k], float(table[place, k])] for k in np.flatnonzero(table[place]) if k != place]
+        queue.add("push", number, value.value.address, to)
+        own = float(table[place, place])
+        queue.add("receive", ref.number, number, value.value.address, own, heard, seconds)
+
+
+def _missed(cohort: RemoteCohort, table: npt.NDArray[Any]) -> tuple[list[Pair], set[int]]:
+    """Which messages did not arrive, as the receivers say; and which clients answered at all."""
+    fed, places = cohort.fed, {int(i): place for place, i in enumerate(cohort.ids)}
+    names = {fed.channel.peer(client): place for client, place in places.items()}
+    missing: list[Pair] = []
+    replies = fed.flush([i for i in places if i in fed.channel.alive], 0, "what its peers sent")
+    for client, reply in replies.items():
+        said = reply.body["answers"][-1].get("missing", ())
+        missing += [(places[client], names[name]) for name in said if name in names]
+    return [pair for pair in missing if table[pair] != 0], {places[client] for client in replies}
+
+
+def _relay(cohort: RemoteCohort, value: At, table: npt.NDArray[Any], ref: Ref, missing: list[Pair]) -> None:
+    """Fetch what was lost from the senders, and queue it for the receivers."""
+    if not missing:
+        return
+    fed = cohort.fed
+    values = fed.values([int(cohort.ids[sender]) for sender in sorted({j for _, j in missing})], value.value)
+    for receiver, sender in missing:
+        client, source = int(cohort.ids[receiver]), int(cohort.ids[sender])
+        fed.report(client, f"a message of {fed.channel.label(source)} got lost, and the server passes it on")
+        if source in values and client in fed.channel.alive:
+            late = fed.numbers.new(spec_of(values[source]))
+            fed.queues[client].put(late, values[source])
+            fed.queues[client].add("add", ref.number, late.address, float(table[receiver, sender]))

@@ -1,0 +1,115 @@
+"""Several processes by the command line: one is killed, the others stop, and any number of them goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from experiment.tiny import SADDLE, changed, manifest, write
+from fedbilevel.experiment.config import plans
+from fedbilevel.experiment.runner import run_all
+
+STEPS = 150
+LONG = changed(SADDLE, ("steps = 6", f"steps = {STEPS}"), ("every = 2", "every = 1"))
+
+
+def launched(folder: pathlib.Path, processes: int, *command: str) -> subprocess.Popen[str]:
+    start = [sys.executable, "-m", "fedbilevel", "launch", "--processes", str(processes), "--", *command]
+    return subprocess.Popen(start, cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def ended(process: subprocess.Popen[str], seconds: float = 240) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=seconds)
+    finally:
+        process.terminate()
+    return process.returncode, out, err
+
+
+def child(launcher: int, number: int) -> int:
+    """The process of that number in the mesh, by its place in the environment."""
+    for text in pathlib.Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        if f"JAX_PROCESS_ID={number}\0".encode() in pathlib.Path(f"/proc/{text}/environ").read_bytes():
+            return int(text)
+    raise AssertionError(f"there is no process {number}")
+
+
+def lines(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """The complete rows of a history."""
+    file = folder / "history.jsonl"
+    return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: Any) -> tuple[pathlib.Path, tuple[int, str, str], float, int]:
+    """A run whose process 1 was killed: its folder, how the launcher ended, after how long, and its rows."""
+    folder: pathlib.Path = tmp_path_factory.mktemp("mesh")
+    file, run = write(folder, LONG), folder / "o" / "seed-0"
+    launcher = launched(folder, 2, "run", str(file), "-o", "o")
+    end = time.monotonic() + 240
+    while len(lines(run)) < 5 and launcher.poll() is None and time.monotonic() < end:
+        time.sleep(0.001)
+    os.kill(child(launcher.pid, 1), signal.SIGKILL)
+    began = time.monotonic()
+    said = ended(launcher)
+    return run, said, time.monotonic() - began, len(lines(run))
+
+
+def test_the_others_stop_within_seconds_and_say_why(killed: Any) -> None:
+    run, (code, out, err), seconds, rows = killed
+    assert code == 75
+    assert seconds < 20
+    assert "another process of the mesh is lost, so process 0 stops" in " ".join(err.split())
+    assert "process 1 of 2 was ended by SIGKILL" in " ".join(err.split())
+    assert "resume" in err
+    assert "Traceback" not in err
+    assert out == ""
+    assert manifest(run)["status"] == "failed"
+    assert 5 <= rows <= STEPS
+
+
+def test_it_goes_on_with_another_number_of_processes(killed: Any, tmp_path: pathlib.Path) -> None:
+    run, _, _, rows = killed
+    before = lines(run)[:rows]
+    code, _, err = ended(launched(run.parent.parent, 3, "resume", "o"))
+    assert code == 0, err
+    assert manifest(run)["status"] == "done"
+    assert [row["step"] for row in lines(run)] == list(range(STEPS + 1))
+    assert lines(run)[: rows - 2] == before[: rows - 2], "what was reached before is not done again"
+
+    (plan,) = plans(write(tmp_path, LONG))
+    (outcome,) = run_all([(plan, tmp_path / "simulated")])
+    assert outcome.result is not None
+    there = fb.load(run / "result.npz")
+    np.testing.assert_allclose(there.x, outcome.result.x, rtol=1e-5)
+    np.testing.assert_allclose(there.y, outcome.result.y, rtol=1e-5)
+    assert there.ledger == outcome.result.ledger
+
+
+def test_only_one_process_writes_and_speaks(killed: Any) -> None:
+    """The whole again, by two processes: one comparison, one line a run, one folder."""
+    folder = killed[0].parent.parent
+    short = changed(SADDLE, ('name = "tiny"', 'name = "short"'))
+    code, out, err = ended(launched(folder, 2, "run", str(write(folder, short, "short.toml")), "-o", "p"))
+    assert code == 0, err
+    assert err.count("[1/1]") == 1
+    assert "Gloo" not in out
+    assert sorted(os.listdir(folder / "p" / "seed-0")) == sorted(os.listdir(killed[0]))
+
+
+def test_a_mistake_is_said_once(tmp_path: pathlib.Path) -> None:
+    wrong = changed(SADDLE, ("clients = 3", "clientz = 3"))
+    code, out, err = ended(launched(tmp_path, 2, "run", str(write(tmp_path, wrong))))
+    assert code == 2
+    assert err.count("clientz") == 1
+    assert "Traceback" not in err + out

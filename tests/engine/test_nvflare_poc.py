@@ -1,0 +1,124 @@
+"""A provisioned NVFlare system on this machine: mutual TLS, a killed site, a stranger, a site that disagrees.
+
+Slow: it starts a server and four sites, once for all of it.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from conform.cases import distance
+from engine import sites_own
+from fedbilevel.engine import TooFewClientsError
+from fedbilevel.engine.agreement import fingerprint
+from fedbilevel.engine.configuration import agreed_parts
+from fedbilevel.engine.nvflare.engine import NVFlare
+from fedbilevel.engine.nvflare.premises import Premises
+from fedbilevel.engine.nvflare.settings import write_settings
+from fedbilevel.portable import pack
+
+pytest.importorskip("nvflare")
+SITES = ("site-1", "site-2", "site-3")
+SAMPLES = "engine.sites_own:samples"
+
+
+def algorithm(lr: float = 0.05) -> fb.FedAvg:
+    return fb.FedAvg(lr, steps=2)
+
+
+def problem() -> fb.Problem:
+    return fb.single_level(distance, jnp.ones(3))
+
+
+def agreed(lr: float) -> Any:
+    return fingerprint(*pack(agreed_parts(problem(), algorithm(lr).among(3).on(problem()), ())))
+
+
+@pytest.fixture(scope="module")
+def premises(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Premises]:
+    """Three sites that agreed to one experiment, and a fourth with a certificate of another authority."""
+    premises = Premises(4, folder=tmp_path_factory.mktemp("system"))
+    other = Premises(4, folder=tmp_path_factory.mktemp("other"))
+    for name in ("client.crt", "client.key"):
+        shutil.copy(other.kits / "site-4" / "startup" / name, premises.kits / "site-4" / "startup" / name)
+    for site in SITES:
+        write_settings(premises.kits / site / "local", data=SAMPLES, agreed=[agreed(0.05)])
+    premises.start()
+    yield premises
+    premises.close()
+
+
+def test_a_real_federation(premises: Premises) -> None:
+    """One story, since starting is what takes the time."""
+    known = fb.Clients([sites_own.samples(site)["lower"] for site in SITES], weights="size")
+    with NVFlare(premises.admin, sites=SITES, timeout=60.0, retries=0, min_clients=2) as engine:
+        clients = engine.clients(weights="size")
+        assert not np.any(clients.lower.flat), "no sample has left its site"
+
+        # All is well: the result is the simulator's.
+        whole = fb.solve(problem(), known, algorithm(), 6, every=1)
+        result = fb.solve(problem(), clients, algorithm(), 6, engine=engine, every=1)
+        np.testing.assert_allclose(result.x, whole.x, rtol=1e-5)
+        assert result.ledger == whole.ledger
+        assert not result.failures
+
+        # Another configuration than the agreed one is refused, and the difference is named.
+        with pytest.raises(TooFewClientsError, match=r"algorithm\.lr is 0\.5 at the server and 0\.05 here"):
+            fb.solve(problem(), clients, algorithm(0.5), 1, engine=engine)
+
+        # A site is killed in the middle: the others go on as if it weighed nothing.
+        def kill(seen: Any) -> None:
+            if seen.row["step"] == 2:
+                premises.kill("site-2")
+
+        cut = fb.solve(problem(), clients, algorithm(), 6, engine=engine, every=1, callback=kill)
+        assert not cut.diverged
+        assert all("(site-2)" in line for line in cut.failures)
+        without = fb.Clients(known.lower, weights=[3.0, 0.0, 5.0])
+        first = fb.solve(problem(), known, algorithm(), 2, every=1)
+        rest = fb.solve(problem(), without, algorithm(), 4, every=1, start=first)
+        np.testing.assert_allclose(cut.x, rest.x, rtol=1e-5)
+        assert cut.history.column("failures")[-1] >= 1
+
+        # It comes back with the next job.
+        premises.start("site-2")
+        _wait_for(engine, "site-2")
+        back = fb.solve(problem(), clients, algorithm(), 6, engine=engine, every=1)
+        np.testing.assert_allclose(back.x, whole.x, rtol=1e-5)
+        assert not back.failures
+
+    _check_stranger(premises)
+
+
+def _wait_for(engine: NVFlare, site: str) -> None:
+    deadline = time.monotonic() + 120
+    while engine._sites is not None and site not in engine._sites.returned():
+        assert time.monotonic() < deadline, f"{site} did not come back"
+        time.sleep(1.0)
+
+
+def _check_stranger(premises: Premises) -> None:
+    """The site with a certificate of another authority was there all the time, and never got in."""
+    console = (premises.kits / "site-4" / "console.log").read_text()
+    assert "CERTIFICATE_VERIFY_FAILED" in console.upper() or "certificate" in console.lower()
+    server = (premises.kits / "localhost" / "console.log").read_text()
+    assert "Client: New client site-1" in server
+    assert "New client site-4" not in server
+
+
+def test_the_kits_hold_what_they_should(premises: Premises) -> None:
+    """Nobody else's key is in a kit, and the policy allows our two classes and not any."""
+    keys = list(premises.kits.rglob("*.key"))
+    assert len({path.read_bytes() for path in keys}) == len(keys)
+    policy = pathlib.Path(premises.kits / "site-1" / "local" / "resources.json").read_text()
+    assert "fedbilevel.engine.nvflare.parties" in policy
+    assert '"*"' not in policy
