@@ -232,7 +232,7 @@ def stationary_error(clients):
 
 
 def test_the_stationary_error_falls_in_proportion_to_the_number_of_clients():
-    counts = [1, 4, 16, 64]
+    counts = [1, 8, 64]
     errors = [stationary_error(clients) for clients in counts]
     slope, _ = np.polyfit(np.log(counts), np.log(errors), 1)
     assert slope == pytest.approx(-1, abs=0.15)

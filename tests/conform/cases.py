@@ -17,11 +17,10 @@ CLIENTS = 3
 
 
 class Case(NamedTuple):
-    """A named experiment, made in the precision of the moment; a variant, in double precision only."""
+    """A named experiment, made in the precision of the moment."""
 
     make: Callable[[], tuple[fb.Problem, fb.Clients]]
     algorithm: Callable[[], Any]
-    variant: bool = False
 
 
 @functools.cache
@@ -106,95 +105,93 @@ PARTS: dict[str, Any] = {"ratios": (1.0, 0.5, 0.25), "cohort": 2}
 
 CASES = {
     "FedNest": Case(bilevel, lambda: fb.FedNest(**SERIES, lower_rounds=2, lower_steps=2, upper_steps=2)),
-    "FedNest-sum": Case(bilevel, lambda: fb.FedNest(**SERIES, series="sum"), variant=True),
+    "FedNest-sum": Case(bilevel, lambda: fb.FedNest(**SERIES, series="sum")),
     "FedNest-cg": Case(
-        bilevel, lambda: fb.FedNest(**RATES, terms=4, series="cg", residual=True), variant=True
+        bilevel,
+        lambda: fb.FedNest(**RATES, terms=4, series="cg", residual=True),
     ),
     "FedNest-cohorts": Case(
         bilevel_batches,
         lambda: fb.FedNest(**SERIES, cohort=2, lower_epochs=1, upper_steps=(1, 2, 3), scale_by_steps=True),
-        variant=True,
     ),
-    "FedNestSGD": Case(bilevel, lambda: fb.FedNestSGD(**SERIES, lower_steps=2), variant=True),
+    "FedNestSGD": Case(bilevel, lambda: fb.FedNestSGD(**SERIES, lower_steps=2)),
     "LFedNest": Case(bilevel, lambda: fb.LFedNest(**SERIES, lower_steps=2, upper_steps=2)),
-    "LFedNestSVRG": Case(bilevel, lambda: fb.LFedNestSVRG(**SERIES, lower_steps=2), variant=True),
+    "LFedNestSVRG": Case(bilevel, lambda: fb.LFedNestSVRG(**SERIES, lower_steps=2)),
     "LFedNestNonAlt": Case(
-        bilevel, lambda: fb.LFedNestNonAlt(**SERIES, lower_steps=2, lower_rounds=2), variant=True
+        bilevel,
+        lambda: fb.LFedNestNonAlt(**SERIES, lower_steps=2, lower_rounds=2),
     ),
-    "minimax": Case(minimax, lambda: fb.FedNest(**RATES, lower_steps=2), variant=True),
-    "compositional": Case(compositional, lambda: fb.FedNest(**RATES, lower_steps=2), variant=True),
-    "single-level": Case(single_level, lambda: fb.FedNest(**RATES, upper_steps=3), variant=True),
+    "minimax": Case(minimax, lambda: fb.FedNest(**RATES, lower_steps=2)),
+    "compositional": Case(compositional, lambda: fb.FedNest(**RATES, lower_steps=2)),
+    "single-level": Case(single_level, lambda: fb.FedNest(**RATES, upper_steps=3)),
     "FedAvg": Case(single_level, lambda: fb.FedAvg(0.05, steps=3)),
-    "FedAvgS": Case(minimax, lambda: fb.FedAvgS(**RATES, steps=3), variant=True),
-    "FedBiO": Case(bilevel, lambda: fb.FedBiO(**THREE, sync_every=(1, 3, 2)), variant=True),
-    "FedBiOLocal": Case(bilevel_batches, lambda: fb.FedBiOLocal(**THREE, terms=2, cohort=2), variant=True),
+    "FedAvgS": Case(minimax, lambda: fb.FedAvgS(**RATES, steps=3)),
+    "FedBiO": Case(bilevel, lambda: fb.FedBiO(**THREE, sync_every=(1, 3, 2))),
+    "FedBiOLocal": Case(bilevel_batches, lambda: fb.FedBiOLocal(**THREE, terms=2, cohort=2)),
     "FedBiOAcc": Case(bilevel_batches, lambda: fb.FedBiOAcc(**THREE, sync_every=2, first_batch=3)),
     "FedBiOAccLocal": Case(
-        bilevel_batches, lambda: fb.FedBiOAccLocal(**THREE, sync_every=(1, 3, 2), cohort=2), variant=True
+        bilevel_batches,
+        lambda: fb.FedBiOAccLocal(**THREE, sync_every=(1, 3, 2), cohort=2),
     ),
-    "MRBO": Case(bilevel, lambda: fb.MRBO(**THREE, terms=2), variant=True),
+    "MRBO": Case(bilevel, lambda: fb.MRBO(**THREE, terms=2)),
     "CommFedBiO": Case(
-        bilevel_batches, lambda: fb.CommFedBiO(**THREE, topk=2, terms=2, cohort=2), variant=True
+        bilevel_batches,
+        lambda: fb.CommFedBiO(**THREE, topk=2, terms=2, cohort=2),
     ),
-    "StocBiO": Case(bilevel, lambda: fb.StocBiO(**SERIES, lower_steps=2), variant=True),
+    "StocBiO": Case(bilevel, lambda: fb.StocBiO(**SERIES, lower_steps=2)),
     "SGP": Case(bilevel_batches, lambda: fb.SGP(fb.links.Stochastic(seed=1), 0.1, "before")),
     "PDBO": Case(
         bilevel_batches,
         lambda: fb.PDBO(fb.links.Stochastic(seed=1), 0.1, 2, fb.Adam(0.05), 2, consensus=True),
-        variant=True,
     ),
-    "QFFL": Case(bilevel, lambda: fb.QFFL(0.05, q=1.0, steps=2), variant=True),
-    "Local": Case(bilevel_batches, lambda: fb.Local(0.1, epochs=1), variant=True),
-    "FedProx": Case(bilevel, lambda: fb.FedProx(0.1, 0.5, steps=(1, 3, 2)), variant=True),
+    "QFFL": Case(bilevel, lambda: fb.QFFL(0.05, q=1.0, steps=2)),
+    "Local": Case(bilevel_batches, lambda: fb.Local(0.1, epochs=1)),
+    "FedProx": Case(bilevel, lambda: fb.FedProx(0.1, 0.5, steps=(1, 3, 2))),
     "FedAvgPlus": Case(
         bilevel_batches,
         lambda: fb.FedAvgPlus(0.1, tune_steps=2, tune_every=3, cohort=2),
-        variant=True,
     ),
-    "PFedMe": Case(bilevel_batches, lambda: fb.PFedMe(0.05, 2.0, 2, 0.3, 1.1, cohort=2), variant=True),
-    "ClusteredFL": Case(bilevel, lambda: fb.ClusteredFL(0.1, 0.1, 0.1), variant=True),
-    "FedEM": Case(mixture, lambda: fb.FedEM(0.2, steps=2, cohort=2), variant=True),
+    "PFedMe": Case(bilevel_batches, lambda: fb.PFedMe(0.05, 2.0, 2, 0.3, 1.1, cohort=2)),
+    "ClusteredFL": Case(bilevel, lambda: fb.ClusteredFL(0.1, 0.1, 0.1)),
+    "FedEM": Case(mixture, lambda: fb.FedEM(0.2, steps=2, cohort=2)),
     "FedEM-links": Case(
-        mixture, lambda: fb.FedEM(0.2, links=fb.links.Given(jnp.roll(jnp.eye(CLIENTS), 1, 0))), variant=True
+        mixture,
+        lambda: fb.FedEM(0.2, links=fb.links.Given(jnp.roll(jnp.eye(CLIENTS), 1, 0))),
     ),
     "FedSep": Case(
         separated(bilevel),
         lambda: fb.FedSep(fb.SketchLasso(3, 0.01), fb.SGD(0.05), learn_steps=2),
-        variant=True,
     ),
     "FedSep-gradient": Case(
         separated(bilevel_batches),
         lambda: fb.FedSep(fb.GradientDecoder(0.2, 2, 2), fb.SGD(0.05), learn_steps=(1, 3, 2), cohort=2),
-        variant=True,
     ),
     "CompressedFedAvg": Case(
         bilevel_batches,
         lambda: fb.CompressedFedAvg(fb.SGD(0.05), codec="topk", size=2, cohort=2),
-        variant=True,
     ),
     "CompressedFedAvg-random": Case(
         bilevel,
         lambda: fb.CompressedFedAvg(fb.SGD(0.05), codec="random", size=2, feedback=False, server_lr=0.3),
-        variant=True,
     ),
     "CompressedFedAvg-quantized": Case(
-        bilevel, lambda: fb.CompressedFedAvg(fb.SGD(0.05), codec="quantized", size=4), variant=True
+        bilevel,
+        lambda: fb.CompressedFedAvg(fb.SGD(0.05), codec="quantized", size=4),
     ),
     "FetchSGD": Case(
-        bilevel, lambda: fb.FetchSGD(fb.SGD(0.05), 2, rows=3, columns=5, k=2, server_lr=0.1), variant=True
+        bilevel,
+        lambda: fb.FetchSGD(fb.SGD(0.05), 2, rows=3, columns=5, k=2, server_lr=0.1),
     ),
     "FedSep-submodel": Case(
         sliced,
         lambda: fb.FedSep(
             fb.Submodel((1.0, 0.5, 0.25), mask_steps=2), fb.SGD(0.1), learn_steps=(1, 2, 1), cohort=2
         ),
-        variant=True,
     ),
-    "FedRolex": Case(sliced, lambda: fb.FedRolex(fb.SGD(0.1), learn_steps=2, **PARTS), variant=True),
+    "FedRolex": Case(sliced, lambda: fb.FedRolex(fb.SGD(0.1), learn_steps=2, **PARTS)),
     "DSFL": Case(
         sliced,
         lambda: fb.DSFL(fb.SGD(0.1), fb.SGD(0.1), public(), distil_steps=2, **PARTS),
-        variant=True,
     ),
     "every-verb": Case(bilevel, lambda: EveryVerb(0.1, cohort=2)),
 }

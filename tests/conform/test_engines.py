@@ -12,8 +12,8 @@ import fedbilevel as fb
 from conform.cases import CASES
 from conform.compare import close, run, simulated
 
-# Every algorithm in both precisions; its further settings, which compute nothing else, in one.
-PAIRS = [(name, True) for name in CASES] + [(name, False) for name in CASES if not CASES[name].variant]
+# Every algorithm in double precision; in single precision, whose programs differ in nothing but types, a few.
+PAIRS = [(name, True) for name in CASES] + [(name, False) for name in ("FedNest", "SGP", "every-verb")]
 
 
 @pytest.mark.parametrize(

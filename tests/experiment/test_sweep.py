@@ -119,7 +119,7 @@ def test_vmap_over_a_method_with_a_random_number_of_exchanges() -> None:
     fed = Simulator().federation(known.problem(), known.clients(samples=4, noise=0.3, batch_size=2))
 
     def run(rate: Any) -> Any:
-        method = FedNest(rate, 0.1, smoothness=4.0, terms=5, cohort=3)
+        method = FedNest(rate, 0.1, smoothness=4.0, terms=3, cohort=3)
         return simulate(fed, method, method.init(fed, jax.random.key(0)), jax.random.key(1), 0, 5, 5)
 
     rates = jnp.array([0.01, 0.1])
