@@ -168,7 +168,7 @@ def main(steps: int = TERMS) -> None:
     for threads, batches in itertools.product((1, 2), (by_index, by_loader)):
         torch.set_num_threads(threads)
         torch.manual_seed(0)
-        theirs = best_seconds({"": Loop(batches, steps)}, repeats=2)[""] / steps
+        theirs = best_seconds({"": Loop(batches, steps)}, repeats=1)[""] / steps
         about = {"step_milliseconds": {"ours": milliseconds(ours), "PyTorch": milliseconds(theirs)}}
         how = f"{threads} threads, batches {batches.__name__.replace('_', ' ')}"
         what = f"FedNest step, times as fast as a PyTorch loop over clients ({how})"

@@ -128,7 +128,7 @@ def as_torch(tree: Any, model: FourLayerCNN) -> Tensors:
     side = 3
     weight = np.asarray(tree["head"]["weight"]).reshape(-1, side, side, model.filters, CLASSES)
     head = np.moveaxis(weight, (1, 2, 3, 4), (3, 4, 2, 1)).reshape(len(weight), CLASSES, -1)
-    return tuple(torch.from_numpy(np.ascontiguousarray(p)) for p in (*flat, head, tree["head"]["bias"]))
+    return tuple(torch.from_numpy(np.array(p)) for p in (*flat, head, tree["head"]["bias"]))
 
 
 def main(clients: int = 10, samples: int = 32, filters: int = 64) -> None:
@@ -143,7 +143,7 @@ def main(clients: int = 10, samples: int = 32, filters: int = 64) -> None:
     weights, along = as_torch(parameters, model), as_torch(direction, model)
     batch = torch.from_numpy(np.moveaxis(images, -1, 2).copy()), torch.from_numpy(labels)
     for what, ways in ours(model).items():
-        own = best_seconds(ways, arguments)
+        own = best_seconds(ways, arguments, repeats=2)
         towards = None if what == "gradient" else along
         found = as_torch(ways["together"](*arguments), model)
         for way in theirs().values():
@@ -151,7 +151,7 @@ def main(clients: int = 10, samples: int = 32, filters: int = 64) -> None:
         other = {}
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            best = best_seconds(theirs(), (weights, towards, *batch))
+            best = best_seconds(theirs(), (weights, towards, *batch), repeats=2)
             other |= {f"{name}, {threads} threads": seconds for name, seconds in best.items()}
         times = {name: milliseconds(seconds) for name, seconds in (own | other).items()}
         ratio = min(other.values()) / min(own.values())

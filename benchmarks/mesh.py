@@ -1,9 +1,9 @@
 """The mesh on this machine: one process against two at equal threads, and what more clients cost.
 
-The processes share the cores of the machine between them. Each measurement is a program of its own (JAX
-starts once in a process), so times of two of them are compared, each the best of several blocks of steps.
+The processes share the cores of the machine between them. One and two processes are programs of their own,
+since JAX starts once in a process; so their times are compared, each the best of several blocks of steps.
 
-    python benchmarks/mesh.py [clients of the comparison]
+    python benchmarks/mesh.py
 """
 
 from __future__ import annotations
@@ -16,57 +16,73 @@ import time
 from typing import Any
 
 STEPS, BLOCKS = 10, 5
+CLIENTS = 64
+"""How many clients train a network in the comparison."""
 SMALL = (100, 1_000, 10_000, 100_000)
 """Numbers of small clients."""
 
 
-def main(clients: int = 64) -> None:
+def main() -> None:
     """Print the figures."""
     from timing import figure, milliseconds
 
-    times = {count: measured(count, "network", clients) for count in (1, 2)}
-    work = {
-        f"{count} processes, client steps a second": round(clients / best) for count, best in times.items()
-    }
-    about: dict[str, Any] = {"clients": clients, "cores": len(os.sched_getaffinity(0))} | work
+    seconds = {processes: measured(processes) for processes in (1, 2)}
+    whole = {processes: times["network", CLIENTS] for processes, times in seconds.items()}
+    about: dict[str, Any] = {"clients": CLIENTS, "cores": len(os.sched_getaffinity(0))}
+    about |= {f"client steps a second, {named(p)}": round(CLIENTS / best) for p, best in whole.items()}
     figure(
-        "work per second of two processes over that of one, at equal threads", times[1] / times[2], **about
+        "work per second of two processes over that of one, at equal threads", whole[1] / whole[2], **about
     )
-    for count in (1, 2):
-        steps = {n: measured(count, "small", n) for n in SMALL}
-        parts = {f"{n:,} clients, ms": milliseconds(seconds) for n, seconds in steps.items()}
-        growth = (steps[SMALL[-1]] - steps[SMALL[0]]) / (SMALL[-1] - SMALL[0])
-        figure(f"µs that a small client adds to a step, {count} processes", 1e6 * growth, **parts)
+    for processes, times in seconds.items():
+        steps = [times["small", clients] for clients in SMALL]
+        parts = {
+            f"ms a step, {n:,} clients": milliseconds(step) for n, step in zip(SMALL, steps, strict=True)
+        }
+        growth = 1e6 * (steps[-1] - steps[0]) / (SMALL[-1] - SMALL[0])
+        figure(f"µs that a small client adds to a step, {named(processes)}", growth, **parts)
 
 
-def measured(processes: int, kind: str, clients: int) -> float:
-    """Seconds of a step, in so many processes that share the cores."""
-    script = [__file__, "measure", str(processes), kind, str(clients)]
+def named(processes: int) -> str:
+    """So many processes, in words."""
+    return f"{processes} process{'es' * (processes > 1)}"
+
+
+def measured(processes: int) -> dict[tuple[str, int], float]:
+    """Seconds of a step, by kind and number of clients, in so many processes that share the cores."""
+    script = [__file__, "measure", str(processes)]
     command = [sys.executable, "-m", "fedbilevel", "launch", "-p", str(processes), "--", *script]
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return float(json.loads(out)["seconds"])
+    return {(kind, clients): seconds for kind, clients, seconds in json.loads(out)}
 
 
-def measure(processes: int, kind: str, clients: int) -> None:
-    """Inside of one of the processes: print the best time of a step."""
+def measure(processes: int) -> None:
+    """Inside of one of the processes: print the best times of a step."""
     cores, rank = sorted(os.sched_getaffinity(0)), int(os.environ["JAX_PROCESS_ID"])
     os.sched_setaffinity(0, cores[rank * len(cores) // processes : (rank + 1) * len(cores) // processes])
-
-    import jax.random as jr
 
     import fedbilevel as fb
     from fedbilevel.engine.mesh_join import leads
 
     fb.Mesh.join()
-    problem, data, algorithm = {"network": network, "small": small}[kind](clients)
-    session = fb.Mesh().federation(problem, data).compile(algorithm)
+    found = [("network", CLIENTS, best(*network(CLIENTS)))]
+    found += [("small", clients, best(*small(clients))) for clients in SMALL]
+    if leads():
+        print(json.dumps(found))
+
+
+def best(problem: Any, clients: Any, algorithm: Any) -> float:
+    """Seconds of a step, in the best of several blocks."""
+    import jax.random as jr
+
+    import fedbilevel as fb
+
+    session = fb.Mesh().federation(problem, clients).compile(algorithm)
     state, times = session.init(jr.key(0))[0], []
     for _ in range(BLOCKS + 1):  # the first one compiles
         begin = time.perf_counter()
         session.advance(state, jr.key(1), 0, STEPS, STEPS)
         times.append(time.perf_counter() - begin)
-    if leads():
-        print(json.dumps({"seconds": min(times[1:]) / STEPS}))
+    return min(times[1:]) / STEPS
 
 
 def network(clients: int, samples: int = 64) -> tuple[Any, Any, Any]:
@@ -102,6 +118,6 @@ def small(clients: int) -> tuple[Any, Any, Any]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["measure"]:
-        measure(int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+        measure(int(sys.argv[2]))
     else:
-        main(*map(int, sys.argv[1:]))
+        main()

@@ -31,6 +31,7 @@ NAMES = (
     "pdbo",
     "scale",
     "memory",
+    "mesh",
     "start",
 )
 HEAD = "| benchmark | figure | measured | target | parts |\n|---|---|---|---|---|\n"

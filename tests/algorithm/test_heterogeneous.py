@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.algorithm.baseline.coordinate_rule import PruneAndGrow, _dense_where, budget
+from fedbilevel.algorithm.baseline.coordinate_rule import PruneAndGrow, _dense_where, budget, unpacked
 from fedbilevel.algorithm.baseline.fedavg import FedAvg
 from fedbilevel.algorithm.baseline.heterogeneous import (
     FedDST,
@@ -124,11 +124,16 @@ def test_all_methods_cost_the_same_at_the_same_ratios(method):
     )
     assert change(result.y, problem().y0) > 0.01
     if method in ("FedDST", "Flash"):
-        masks = jax.tree.map(np.asarray, result.state.memory.value)
-        numbers = [size([leaf[i][leaf[i] != 0] for leaf in jax.tree.leaves(masks)]) for i in range(3)]
+        masks = result.state.memory.value
+        masks = jax.vmap(lambda bits: unpacked(bits, result.y))(masks) if method == "Flash" else masks
+        numbers = [
+            size([leaf[i][leaf[i] != 0] for leaf in map(np.asarray, jax.tree.leaves(masks))])
+            for i in range(3)
+        ]
         assert numbers == [48, 24, 24]
     if method == "Flash":
         assert ledger.down["warm"] == whole
+        assert ledger.down["masks"] == 3 * WEIGHTS // 8
         assert ledger.up["warm"] == whole + 3 * 4 * 2 * 3  # the model, and shares of 2 levels and 3 leaves
 
 

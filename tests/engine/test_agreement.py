@@ -12,9 +12,9 @@ import fedbilevel as fb
 from conform.cases import CASES, distance
 from fedbilevel.engine.agreement import Agreement, AgreementError, digest, fingerprint
 from fedbilevel.engine.configuration import agreed_parts
-from fedbilevel.engine.wire import decode, encode
+from fedbilevel.engine.wire import WireError, decode, encode
 from fedbilevel.engine.worker import Worker
-from fedbilevel.portable import Json, pack
+from fedbilevel.portable import Json, PortableError, pack
 
 
 def packed(algorithm: Any, x0: float = 1.0) -> tuple[Json, list[Any]]:
@@ -71,6 +71,24 @@ def test_a_worker_refuses_before_it_imports_or_makes_anything() -> None:
     body, _ = decode(worker.answer(encode({"configure": structure}, arrays)))
     assert "AgreementError" in body["error"]
     assert "no_such_module:Problem" in body["error"]
+
+
+def test_data_cannot_bring_a_foreign_class_along() -> None:
+    structure, arrays = packed(fb.FedAvg(0.1))
+    structure["dict"].append(["clients", {"object": ["os:Popen", {}]}])
+    with pytest.raises(AgreementError, match="the server names os:Popen"):
+        agreement(fb.FedAvg(0.1)).check(structure, arrays)
+
+
+def test_a_value_imports_nothing_at_a_site_with_an_agreement() -> None:
+    command = ["put", 0, {"object": ["module_that_nobody_imported:Thing", {}]}]
+    with pytest.raises(PortableError, match="import that module first"):
+        Worker(agreement=Agreement()).answer(encode({"commands": [command]}, []))
+
+
+def test_only_commands_are_obeyed() -> None:
+    with pytest.raises(WireError, match="'agree' is no command"):
+        Worker().answer(encode({"commands": [["agree", {}]]}, []))
 
 
 def test_equal_configurations_have_equal_digests() -> None:

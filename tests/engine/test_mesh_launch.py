@@ -19,7 +19,7 @@ from experiment.tiny import SADDLE, changed, manifest, write
 from fedbilevel.experiment.config import plans
 from fedbilevel.experiment.runner import run_all
 
-STEPS = 150
+STEPS = 60
 LONG = changed(SADDLE, ("steps = 6", f"steps = {STEPS}"), ("every = 2", "every = 1"))
 
 
@@ -81,8 +81,10 @@ def test_the_others_stop_within_seconds_and_say_why(killed: Any) -> None:
 def test_it_goes_on_with_another_number_of_processes(killed: Any, tmp_path: pathlib.Path) -> None:
     run, _, _, rows = killed
     before = lines(run)[:rows]
-    code, _, err = ended(launched(run.parent.parent, 3, "resume", "o"))
+    code, out, err = ended(launched(run.parent.parent, 3, "resume", "o"))
     assert code == 0, err
+    assert err.count("[1/1]") == 1, "one process speaks"
+    assert "Gloo" not in out
     assert manifest(run)["status"] == "done"
     assert [row["step"] for row in lines(run)] == list(range(STEPS + 1))
     assert lines(run)[: rows - 2] == before[: rows - 2], "what was reached before is not done again"
@@ -94,22 +96,3 @@ def test_it_goes_on_with_another_number_of_processes(killed: Any, tmp_path: path
     np.testing.assert_allclose(there.x, outcome.result.x, rtol=1e-5)
     np.testing.assert_allclose(there.y, outcome.result.y, rtol=1e-5)
     assert there.ledger == outcome.result.ledger
-
-
-def test_only_one_process_writes_and_speaks(killed: Any) -> None:
-    """The whole again, by two processes: one comparison, one line a run, one folder."""
-    folder = killed[0].parent.parent
-    short = changed(SADDLE, ('name = "tiny"', 'name = "short"'))
-    code, out, err = ended(launched(folder, 2, "run", str(write(folder, short, "short.toml")), "-o", "p"))
-    assert code == 0, err
-    assert err.count("[1/1]") == 1
-    assert "Gloo" not in out
-    assert sorted(os.listdir(folder / "p" / "seed-0")) == sorted(os.listdir(killed[0]))
-
-
-def test_a_mistake_is_said_once(tmp_path: pathlib.Path) -> None:
-    wrong = changed(SADDLE, ("clients = 3", "clientz = 3"))
-    code, out, err = ended(launched(tmp_path, 2, "run", str(write(tmp_path, wrong))))
-    assert code == 2
-    assert err.count("clientz") == 1
-    assert "Traceback" not in err + out

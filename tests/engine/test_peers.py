@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,13 +16,17 @@ import pytest
 
 import fedbilevel as fb
 from conform.cases import CASES
+from fedbilevel.algorithm.base import TwoVariables, Variables
 from fedbilevel.engine import Engine
 from fedbilevel.engine.base import Session
 from fedbilevel.engine.configuration import configuration
 from fedbilevel.engine.mailbox import Mailbox
 from fedbilevel.engine.remote import RemoteFederation
 from fedbilevel.engine.session import agree
+from fedbilevel.engine.wire import encode
 from fedbilevel.engine.worker import Worker
+from fedbilevel.fed import Federation, Given, Program
+from fedbilevel.portable import PortableError, pack
 
 STEPS = 5
 
@@ -139,6 +144,42 @@ def test_without_the_server_s_help_mass_would_be_lost(monkeypatch: pytest.Monkey
         close(direct, run("every-verb", "simulator"))
 
 
+def test_who_has_nothing_to_send_says_so_and_nobody_waits() -> None:
+    """As over the server: its column of W is as good as zero, and it is reported."""
+    problem, clients = CASES["every-verb"].make()
+    algorithm, began = Stumble(), time.monotonic()
+    direct = fb.solve(problem, clients, algorithm, 2, engine=Local(), every=2)
+    assert time.monotonic() - began < 60
+    one_step = ((1 + 3) / 2 + 1 / 2 + 3 / 2) / 3  # at 0 from 0 and 2, at 1 from 0 alone, at 2 from 2 alone
+    np.testing.assert_allclose(direct.x - problem.x0, 2 * one_step, rtol=1e-5)
+    assert len(direct.failures) == 2
+    assert all("client 1: Unplugged raised" in line for line in direct.failures)
+
+
+class Unplugged(Program):
+    """`id + 1`; client 1 raises."""
+
+    def __call__(self, me: Any, *values: Any) -> Any:
+        fine = jax.pure_callback(_raise_at_one, jax.ShapeDtypeStruct((), jnp.bool_), me.id)
+        return jnp.where(fine, jnp.zeros_like(values[0]) + me.id + 1.0, 0)
+
+
+def _raise_at_one(id: Any) -> Any:
+    if int(id) == 1:
+        raise ValueError("the sensor is unplugged")
+    return np.asarray(True)
+
+
+class Stumble(TwoVariables):
+    """`x ← x + mean` of what comes over a ring: half of the own and half of the one's before."""
+
+    def step(self, fed: Federation, state: Variables, key: jax.Array) -> tuple[Variables, Any]:
+        everyone = fed.everyone
+        own = everyone.run(Unplugged(), everyone.send(state.x, "x"), key=key)
+        ring = Given((jnp.eye(3) + jnp.roll(jnp.eye(3), 1, axis=0)) / 2)
+        return Variables(state.x + everyone.mean(everyone.push(own, ring, "v"), "v"), state.y), {}
+
+
 def test_a_letter_that_comes_too_late_is_refused() -> None:
     mailbox = Mailbox()
     assert mailbox.put(0, "a", b"1")
@@ -149,8 +190,9 @@ def test_a_letter_that_comes_too_late_is_refused() -> None:
 
 
 def test_a_letter_is_checked_like_any_message() -> None:
+    read = Worker()._letter
+    np.testing.assert_array_equal(read(encode(*pack({"a": np.arange(3)})))["a"], [0, 1, 2])
     with pytest.raises(ValueError, match="does not begin as a message"):
-        Worker()._letter(b"garbage")
-    assert jnp.shape(Worker()._letter(b"FBL1" + b"\x1c\x00\x00\x00" + b'{"body": [], "arrays": []}  ')) == (
-        0,
-    )
+        read(b"garbage")
+    with pytest.raises(PortableError, match="import that module first"):
+        read(encode({"object": ["module_that_nobody_imported:Thing", {}]}, []))

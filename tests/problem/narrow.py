@@ -54,7 +54,7 @@ class Features(Sliceable):
         return {"weight": 1}
 
 
-def problem(model=TwoLayers()):  # noqa: B008  (it has no state)
+def problem(model=TwoLayers()):
     """The same loss on both levels, of the model y; x is nothing."""
     loss = CrossEntropy(OfModel(model))
     return fb.Problem(loss, loss, (), model.init(jr.key(0), (INPUTS,))[0])

@@ -51,6 +51,22 @@ def test_there_is_no_upper_variable_and_any_other_does_not_matter():
     assert len(set(found)) == 1
 
 
+def centred(x, y, inputs):
+    """Like a model with batch normalisation: what it says of a sample depends on the others."""
+    return inputs - jnp.mean(inputs, axis=0)
+
+
+def test_a_model_sees_all_samples_of_a_block_at_once():
+    inputs = SAMPLES["inputs"]
+    found = InBlocks(centred, 3)((), (), jnp.asarray(inputs))
+    blocks = [block - block.mean(axis=0) for block in (inputs[:3], inputs[3:6], inputs[6:])]
+    np.testing.assert_allclose(found, np.concatenate(blocks), rtol=0, atol=1e-6)
+    whole = make().metrics["test_accuracy"].function.classifier
+    np.testing.assert_allclose(
+        InBlocks(centred, whole.samples)((), (), jnp.asarray(inputs)), inputs - inputs.mean(axis=0), atol=1e-6
+    )
+
+
 @pytest.mark.parametrize("samples", [1, 3, 7, 100])
 def test_blocks_give_what_all_samples_give(samples):
     classifier, y = OfModel(fb.Linear(3)), make().y0

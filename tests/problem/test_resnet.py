@@ -1,4 +1,4 @@
-"""ResNet, the four-layer CNN and the sliced MLP: sizes, derivatives, and that a small model is the masked large one."""
+"""Models that can be sliced: sizes, derivatives, and that a small model is the masked large one."""
 
 import jax
 import jax.numpy as jnp

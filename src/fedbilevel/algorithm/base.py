@@ -80,10 +80,10 @@ def decides(*settings: str) -> Callable[[Factory], Factory]:
     return mark
 
 
-def check_lengths(algorithm: Algorithm[Any], n: int) -> None:
+def check_lengths(settings: Any, n: int) -> None:
     """Raise an error that explains if a setting with one number for each client has not n of them."""
-    for field in dataclasses.fields(algorithm):
-        value = getattr(algorithm, field.name)
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
         numbers = isinstance(value, tuple) and value and all(isinstance(v, int | float) for v in value)
         if numbers and len(value) != n:
             raise ValueError(

@@ -98,7 +98,12 @@ def _over_holders(change: PyTree, held: PyTree) -> PyTree:
 
 
 def _rate_or_auto(value: Any) -> Any:
-    return value if isinstance(value, str) and value == "auto" else rate(value)
+    if isinstance(value, str) and value == "auto":
+        return value
+    try:
+        return rate(value)
+    except ValueError as error:
+        raise ValueError(f'{error}, or "auto": what the decoder says') from None
 
 
 class FedSep(Algorithm[Separated]):
@@ -141,6 +146,10 @@ class FedSep(Algorithm[Separated]):
 
     def __check_init__(self) -> None:
         check_amounts(self, "learn_steps")
+        if not isinstance(self.decoder, Decoder):
+            raise ValueError(
+                f"decoder is {self.decoder!r}; it must be a decoder, such as fedbilevel.LinearSketch(1000)"
+            )
 
     def on(self, problem: Problem) -> FedSep:
         made = self.decoder.shared(problem) if self.shared is None else self.shared
@@ -149,7 +158,9 @@ class FedSep(Algorithm[Separated]):
         return dataclasses.replace(self, shared=made, server_lr=server_lr)
 
     def init(self, fed: Federation, key: jax.Array) -> Separated:
-        check_lengths(self, fed.n)
+        kinds = self.decoder.decoders if isinstance(self.decoder, EachDecoder) else ()
+        for settings in (self, self.decoder, *kinds):
+            check_lengths(settings, fed.n)
         shared = self.on(fed.problem).shared
         x = self.decoder.first(fed.problem, shared)
         memory = self.decoder.memory(fed.problem)

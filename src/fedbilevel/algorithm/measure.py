@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -18,7 +19,7 @@ from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.place import Kept
 from fedbilevel.fed.program import Program
 from fedbilevel.local.gradients import Curvature, LowerGradient
-from fedbilevel.problem.base import Structure
+from fedbilevel.problem.base import Problem, Structure
 from fedbilevel.problem.oracle import Client
 from fedbilevel.tree import PyTree, norm
 
@@ -76,6 +77,28 @@ UNSEEN: Mapping[str, str] = {"test": "", "validation": "validation_"}
 """The data that only metrics see, and what the names of the metrics there begin with."""
 
 
+def measured(problem: Problem, name: str, metric: Callable[[], Any], y: PyTree) -> jax.Array:
+    """A metric's value, one number; an error that explains if it fails, and whether y may be the reason."""
+    try:
+        return jnp.asarray(metric()).reshape(())
+    except (TypeError, ValueError, jax.errors.JAXTypeError) as error:
+        raise ValueError(
+            f"the metric {name!r} must be a JAX function that returns one number; it failed with "
+            f"{type(error).__name__}: {error}{_about_y(problem, y)}"
+        ) from error
+
+
+def _about_y(problem: Problem, y: PyTree) -> str:
+    """Why a metric may fail that the problem's y0 would not: y is another thing."""
+    if jax.tree.map(jnp.shape, y) == jax.tree.map(jnp.shape, problem.y0):
+        return ""
+    what = "has one row a client, or other shapes than y0" if jax.tree.leaves(y) else "is (): none is kept"
+    return (
+        f"\nThe method's y {what}. If x is the model, as with FedSep's Submodel, take the problem ServerModel, "
+        "whose metrics look at x; otherwise `client_metrics`, which see every client's own y."
+    )
+
+
 class OwnMetrics(Program):
     """`(x, y) ↦ {name: (metric, samples)}` of the problem's `client_metrics` on a client's own data.
 
@@ -90,7 +113,8 @@ class OwnMetrics(Program):
                 continue
             batch = me.batch(level, me.key)
             for name, metric in me.problem.client_metrics.items():
-                value = weighted(metric)(*values, batch)
+                own = functools.partial(weighted(metric), *values, batch)
+                value = measured(me.problem, name, own, values[1])
                 found[prefix + name] = jnp.stack([value, jnp.asarray(batch.count, value.dtype)])
         return found
 

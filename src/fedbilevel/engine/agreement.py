@@ -40,6 +40,7 @@ class Agreement:
     def check(self, configuration: Json, arrays: Sequence[Array]) -> None:
         """Raise an error that says what differs, unless the configuration is an accepted one."""
         found = fingerprint(configuration, arrays)
+        _check_names([_plain(value, arrays) for key, value in configuration["dict"] if key not in _PARTS])
         if self.accepted is None:
             _check_names(found)
             return

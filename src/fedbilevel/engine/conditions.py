@@ -78,7 +78,7 @@ class Conditions(eqx.Module):
 
     @contextlib.contextmanager
     def step(self, n: int, key: Key[Array, ""], step: Any) -> Iterator[None]:
-        """Inside, one step of n clients is traced under these conditions; it ends when all work is done.
+        """Inside, one step of n clients is traced under these conditions.
 
         Args:
             n: how many clients there are.
@@ -202,9 +202,10 @@ class Clock:
         self._end(ids, last)
 
     def finish(self) -> None:
-        """The end of a step: what is still under way is waited for."""
+        """The end of a step: what is still under way is waited for, no longer than the deadline."""
         if self.conditions.timed:
-            count(SECONDS, jnp.max(self.moment[0]))
+            last, deadline = jnp.max(self.moment[0]), self.conditions.deadline
+            count(SECONDS, last if deadline is None else jnp.minimum(last, deadline))
 
     def _in_time(self, able: Bool[Array, " size"], own: Seconds) -> Bool[Array, " size"]:
         if self.conditions.deadline is None:

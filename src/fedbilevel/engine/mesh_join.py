@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 
 T = TypeVar("T")
 
-HEARTBEAT = 20
+HEARTBEAT = 60
 """Seconds of silence after which a process counts as lost, where its connection was not closed before."""
 
 LOST = 75

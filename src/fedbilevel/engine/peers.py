@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from fedbilevel.engine.base import TooFewClientsError
 from fedbilevel.engine.handle import Ref, spec_of
+from fedbilevel.engine.wire import WireError
 from fedbilevel.fed.place import At
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def push_directly(cohort: RemoteCohort, value: At, weights: Any) -> tuple[Ref, n
     table = np.where(np.diag(away), 1.0, np.asarray(weights) * senders)
     ref = cohort.fed.numbers.new(value.value.spec, "what its peers sent")
     _ask(cohort, value, table, ref)
-    missing, answered = _missed(cohort, table)
+    missing, answered = _missed(cohort, senders)
     if len(answered) < cohort.fed.min_clients:
         raise TooFewClientsError(
             f"{len(answered)} of {cohort.size} clients took part in an exchange among peers, and min_clients "
@@ -60,16 +61,24 @@ def _ask(cohort: RemoteCohort, value: At, table: npt.NDArray[Any], ref: Ref) -> 
         queue.add("receive", ref.number, number, value.value.address, own, heard, seconds)
 
 
-def _missed(cohort: RemoteCohort, table: npt.NDArray[Any]) -> tuple[list[Pair], set[int]]:
-    """Which messages did not arrive, as the receivers say; and which clients answered at all."""
+def _missed(cohort: RemoteCohort, senders: npt.NDArray[Any]) -> tuple[list[Pair], set[int]]:
+    """Which letters did not arrive, as the receivers say; and which clients took part."""
     fed, places = cohort.fed, {int(i): place for place, i in enumerate(cohort.ids)}
     names = {fed.channel.peer(client): place for client, place in places.items()}
     missing: list[Pair] = []
+    took_part = set()
     replies = fed.flush([i for i in places if i in fed.channel.alive], 0, "what its peers sent")
     for client, reply in replies.items():
-        said = reply.body["answers"][-1].get("missing", ())
-        missing += [(places[client], names[name]) for name in said if name in names]
-    return [pair for pair in missing if table[pair] != 0], {places[client] for client in replies}
+        try:
+            absent, broken = reply.missed()
+        except WireError as error:
+            absent, broken = [], str(error)
+        if broken and senders[places[client]]:
+            fed.report(client, broken, "what its peers sent")
+        elif not broken:
+            took_part.add(places[client])
+        missing += [(places[client], names[name]) for name in absent if name in names]
+    return missing, took_part
 
 
 def _relay(cohort: RemoteCohort, value: At, table: npt.NDArray[Any], ref: Ref, missing: list[Pair]) -> None:

@@ -116,7 +116,7 @@ class Pool:
         self._threads = ThreadPoolExecutor(max_workers=1024)  # as many as there are clients, in fact
         self._starting: set[int] = set()
         self._talks: dict[int, Future[bytes]] = {}
-        self._behind: dict[int, float] = {}
+        self._begun: dict[int, float] = {}
         self._deadline: Callable[[], float | None] = lambda: None
         self._exchanges: deque[dict[int, float]] = deque(maxlen=1)
 
@@ -143,7 +143,7 @@ class Pool:
 
         A thread a client, so that one that does not read or write holds up nobody longer than `timeout`.
         """
-        begun, seconds = time.monotonic(), dict[int, float]()
+        seconds: dict[int, float] = {}
         talks = {client: self._begin(client, message, limit, seconds) for client, message in messages.items()}
         timeout = max(self.timeout, _START) if self._starting & messages.keys() else self.timeout
         self._starting -= messages.keys()
@@ -152,7 +152,7 @@ class Pool:
         try:
             wait(talks.values(), min(timeout, deadline))
         finally:  # also when interrupted: a reply that nobody reads would be taken for the next one
-            late = self._late(talks, begun, timeout, deadline)
+            late = self._late(talks, timeout, deadline)
         replies = {c: late.get(c) or talk.exception() or talk.result() for c, talk in talks.items()}
         return {client: self._reply(client, reply) for client, reply in replies.items()}
 
@@ -174,24 +174,23 @@ class Pool:
 
         def talk() -> bytes:
             wait([] if earlier is None else [earlier])
-            begun = time.monotonic()
+            self._begun[client] = time.monotonic()
             reply = _talk(connection, message, limit)
-            seconds[client] = time.monotonic() - begun
+            seconds[client] = time.monotonic() - self._begun[client]
             return reply
 
         self._talks[client] = self._threads.submit(talk)
         return self._talks[client]
 
     def _late(
-        self, talks: dict[int, Future[bytes]], begun: float, timeout: float, deadline: float
+        self, talks: dict[int, Future[bytes]], timeout: float, deadline: float
     ) -> dict[int, TimeoutError]:
         """Who has not answered yet, and why: past the deadline it goes on, past the timeout it is dropped."""
         late = {}
         for client, talk in talks.items():
             if talk.done():
                 del self._talks[client]
-                self._behind.pop(client, None)
-            elif time.monotonic() - self._behind.setdefault(client, begun) < timeout and deadline < math.inf:
+            elif deadline < math.inf and time.monotonic() - self._begun.get(client, math.inf) < timeout:
                 late[client] = TimeoutError(f"it did not answer within the deadline of {deadline:g} s")
             else:
                 self._give_up(client, talk)
@@ -216,7 +215,6 @@ class Pool:
             connection.close()
         self.connections[client] = None
         self._talks.pop(client, None)
-        self._behind.pop(client, None)
         return code
 
     def label(self, client: int) -> str:

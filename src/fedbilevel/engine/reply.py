@@ -37,6 +37,14 @@ class Reply:
             raise WireError(f"it answered with arrays of {_text(seen)} where {_text(wanted)} is expected")
         return jax.tree.unflatten(treedef, leaves)
 
+    def missed(self) -> tuple[list[str], str]:
+        """Whose letters a client did not get, and why it sent none itself ("": it did)."""
+        try:
+            answer = self.body["answers"][-1]
+            return [str(name) for name in answer["missing"]], str(answer.get("broken", ""))
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise WireError(f"its answer is incomplete: {error!r}") from None
+
     def _leaves(self) -> list[Array]:
         try:
             answer = self.body["answers"][-1]

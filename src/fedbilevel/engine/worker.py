@@ -19,11 +19,14 @@ from fedbilevel.engine.agreement import Agreement
 from fedbilevel.engine.mailbox import Mailbox, Post
 from fedbilevel.engine.own_data import Levels, OwnData, assembled, own_levels, report
 from fedbilevel.engine.programs import names, programs_of
-from fedbilevel.engine.wire import decode, encode
+from fedbilevel.engine.wire import WireError, decode, encode
 from fedbilevel.fed.ledger import Counts, Entry, as_arrays, metering
 from fedbilevel.portable import Array, Json, imported, loaded, pack, unpack
 from fedbilevel.problem.oracle import Client
 from fedbilevel.tree import PyTree, add, scale
+
+_VERBS = ("put", "keep", "free", "run", "push", "add")
+"""The commands that are answered by nothing."""
 
 
 class Broken:
@@ -139,11 +142,15 @@ class Worker:
             return self._get(rest[0], reply)
         if verb == "receive":
             return self._receive(*rest)
+        if verb not in _VERBS:
+            raise WireError(f"{verb!r} is no command")
         getattr(self, f"_{verb}")(*rest, arrays=arrays)
         return None
 
     def _put(self, ref: int, structure: Json, arrays: list[Array]) -> None:
-        self.store[ref] = jax.tree.map(jnp.asarray, unpack(structure, arrays, self._named))
+        # With an agreement only what it needed is imported; a value brings no module of its own.
+        find = self._named if self.agreement is None else loaded
+        self.store[ref] = jax.tree.map(jnp.asarray, unpack(structure, arrays, find))
 
     def _keep(self, ref: int, new: Json, old: Json, arrays: list[Array]) -> None:
         value = self._find(new)
@@ -182,21 +189,24 @@ class Worker:
 
     def _push(self, round: int, value: Json, peers: list[str], arrays: list[Array]) -> None:
         found = self._find(value)
-        if peers and not isinstance(found, Broken):
-            self.mailbox.send(self.post, round, peers, encode(*pack(jax.tree.map(np.asarray, found))))
+        # An empty letter says that there is nothing, so that nobody waits for more.
+        letter = b"" if isinstance(found, Broken) else encode(*pack(jax.tree.map(np.asarray, found)))
+        self.mailbox.send(self.post, round, peers, letter)
 
     def _receive(
         self, ref: int, round: int, own: Json, own_weight: float, senders: list[Json], seconds: float
     ) -> Json:
-        """`Σ_j W_ij in_j` of what came in time; says who is missing."""
+        """`Σ_j W_ij in_j` of what came in time; says who is missing, and why it sent nothing itself."""
         weights = dict(senders)
         letters = self.mailbox.take(round, weights, seconds)
-        parts = [(weights[sender], self._letter(letter)) for sender, letter in letters.items()]
-        mine = self._find(own)
-        if not isinstance(mine, Broken):
+        parts = [(weights[sender], self._letter(letter)) for sender, letter in letters.items() if letter]
+        mine, broken = self._find(own), {}
+        if isinstance(mine, Broken):
+            broken = {"broken": mine.reason}
+        else:
             parts.append((own_weight, mine))
         self.store[ref] = _mixed(parts)
-        return {"missing": [sender for sender in weights if sender not in letters]}
+        return {"missing": [sender for sender in weights if sender not in letters]} | broken
 
     def _letter(self, message: bytes) -> PyTree:
         """What a peer sent: only classes that this process has imported already are made of it."""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
 from fedbilevel.algorithm.base import Variables
-from fedbilevel.algorithm.measure import MEASURES, UNSEEN, ClientProbe, PointProbe
+from fedbilevel.algorithm.measure import MEASURES, UNSEEN, ClientProbe, PointProbe, measured
 from fedbilevel.engine.base import Session, Stepper
 from fedbilevel.experiment.best import Row, higher_is_better
 from fedbilevel.fed.ledger import Ledger
@@ -92,16 +92,8 @@ def summary(values: Mapping[str, npt.NDArray[Any]], samples: Mapping[str, npt.ND
 
 @eqx.filter_jit
 def _metrics(problem: Problem, x: PyTree, y: PyTree) -> dict[str, jax.Array]:
-    values = {}
-    for name, metric in problem.metrics.items():
-        try:
-            values[name] = jnp.asarray(metric(x, y)).reshape(())
-        except (TypeError, ValueError, jax.errors.JAXTypeError) as error:
-            raise ValueError(
-                f"the metric {name!r} must be a JAX function of (x, y) that returns one number; it failed "
-                f"with {type(error).__name__}: {error}"
-            ) from error
-    return values
+    metrics = problem.metrics.items()
+    return {name: measured(problem, name, functools.partial(metric, x, y), y) for name, metric in metrics}
 
 
 def _check_shared(point: Variables) -> None:

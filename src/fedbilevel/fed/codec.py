@@ -148,11 +148,11 @@ class TopK(Codec):
 class Partial(Codec):
     """The value itself, of which every client holds a part of its own; billed by the bytes of that part.
 
-    Both ends know which part it is (or `bytes` has what tells it), so nothing else would travel. Rows of one
-    shape are what engines compute with: the rest of a row must be zero, and is not billed.
+    Rows of one shape are what engines compute with: the rest of a row must be zero, and is not billed.
 
     Attributes:
-        bytes: of the part of every client of the federation, by its id.
+        bytes: of the message of every client of the federation, by its id: its part, and, unless both ends
+            know already which part that is, what tells it, such as one bit for each kernel of a model.
     """
 
     bytes: tuple[int, ...] = eqx.field(static=True)

@@ -179,6 +179,8 @@ class EachDecoder(Decoder):
     assignment: Amount = eqx.field(static=True, converter=amount)
 
     def __check_init__(self) -> None:
+        if not self.decoders:
+            raise ValueError("decoders is empty; give at least one")
         chosen = {self.assignment} if isinstance(self.assignment, int) else set(self.assignment)
         if not chosen <= set(range(len(self.decoders))):
             raise ValueError(
@@ -206,6 +208,15 @@ class EachDecoder(Decoder):
                 f"{', '.join(keeping)} keeps something between rounds, which decoders that differ between "
                 'clients cannot; a warm one can be made with start="cold"'
             )
+
+    def server_lr(self, problem: Problem) -> float:
+        """What all of them say."""
+        wanted = sorted({own.server_lr(problem) for own in self.decoders})
+        if len(wanted) > 1:
+            raise ValueError(
+                f'server_lr is "auto", but the decoders say different ones: {wanted}; give a number'
+            )
+        return wanted[0]
 
     @property
     def shown(self) -> bool:

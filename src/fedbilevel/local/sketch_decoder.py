@@ -245,7 +245,8 @@ class LinearSketch(Sketched):
     """`θ(ω) = θ₀ + Sᵀ(SSᵀ)⁻¹(ω − Sθ₀)`: the θ nearest to θ₀ with `Sθ = ω`; the LASSO with β = 0.
 
     Encode: `Δω = (SSᵀ)⁻¹SΔθ`. Both by conjugate gradients. θ₀ is the problem's y0 ("offset"), 0 ("cold") or
-    the client's last θ ("warm"). Arguments as for `SketchLasso`.
+    the client's last θ ("warm"). Arguments as for `SketchLasso`; but `cg_iterations` bounds those of the
+    decoder, too: with fewer than p, `Sθ = ω` holds only about.
 
     Reference: J. Li, H. Huang, FedSep, remark 2 (whose `(SᵀS)⁻¹` does not exist for p < d).
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -68,7 +69,8 @@ class Submodel(Decoder):
             objective, and in its samples' `inputs`.
 
     Cost: `mask_steps` calls of f_y in a round with a refreshment; with `full`, encoding is counted as two
-    more for each of them.
+    more for each of them. The whole model comes down; a client sends its part, and one bit for each kernel of
+    the model, which says what it holds (unless that is all).
 
     Reference: J. Li, H. Huang, Resolving the tug-of-war: a separation of communication and learning in
     federated learning, NeurIPS 2023, section 4.2, equations 7 and 8.
@@ -94,7 +96,7 @@ class Submodel(Decoder):
         check_choice("average", self.average, ("all", "holders"))
         if self.full and self.average == "holders":
             raise ValueError(
-                'with `full` every number of x may move: there are no holders; use average="all"'
+                'average is "holders", but with `full` every number of x may move; use average="all"'
             )
         if self.soft and not self.full:
             raise ValueError("soft masks are only for `full`, whose encoder knows them; set full=True")
@@ -118,10 +120,10 @@ class Submodel(Decoder):
         return {"phi": self._phi(kernels, problem.y0), "rounds": jnp.zeros((), jnp.int32)}
 
     def codec(self, problem: Problem, clients: int) -> Codec | None:
-        """Only kernels that a client holds change: what it sends is the sub-model (`full`: all of it)."""
+        """Only kernels that a client holds change: it sends these, and which they are (`full`: all of x)."""
         kernels = kernels_in(problem) if self.kernels is None else self.kernels
         ratios = widths(self.ratios, clients, self.ratio_seed)
-        return None if self.full else Partial(tuple(int(kernels.cost(own)["bytes"]) for own in ratios))
+        return None if self.full else Partial(tuple(_message_bytes(kernels, own) for own in ratios))
 
     def decode(self, me: Client, x: PyTree, start: PyTree, shared: PyTree) -> PyTree:
         return self._from_the_start(me, x).y
@@ -227,3 +229,9 @@ class Submodel(Decoder):
                 "the data; there is none: give kernels=Kernels.of(model, parameters, input_shape)"
             )
         return kernels_in(me.problem, samples["inputs"].shape[1:])
+
+
+def _message_bytes(kernels: Kernels, ratio: float) -> int:
+    """Of a sub-model, and of the mask that the client learnt, which it alone knows: a bit for each kernel."""
+    mask = 0 if kernels.counts(ratio) == kernels.sizes else math.ceil(sum(kernels.sizes) / 8)
+    return int(kernels.cost(ratio)["bytes"]) + mask

@@ -7,6 +7,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import jax.random as jr
 
 from fedbilevel.problem.accuracy import Accuracy, Classifier, CrossEntropy, check_classes, on_test
@@ -19,17 +20,24 @@ from fedbilevel.tree import PyTree
 class InBlocks(eqx.Module):
     """A classifier that looks at so many samples at a time: those of a whole table do not fit into memory.
 
-    A convolution needs some hundred numbers for every pixel of every sample that it looks at.
+    A convolution needs some hundred numbers for every pixel of every sample that it looks at. A model with
+    static batch normalisation has the statistics of each block by itself, and of the remainder by itself.
+    (The test samples of clients of unequal size are padded, and so looked at one by one: its statistics
+    are then those of the pixels of one sample. Give such clients test sets of one size.)
     """
 
     classifier: Classifier
     samples: int = eqx.field(static=True, default=256)
 
     def __call__(self, x: PyTree, y: PyTree, inputs: jax.Array) -> jax.Array:
-        def of_one(sample: jax.Array) -> jax.Array:
-            return self.classifier(x, y, sample[None])[0]
-
-        return jax.lax.map(of_one, inputs, batch_size=self.samples)
+        count = len(inputs) // self.samples
+        if not count:
+            return self.classifier(x, y, inputs)
+        whole, rest = inputs[: count * self.samples], inputs[count * self.samples :]
+        blocks = whole.reshape(count, self.samples, *inputs.shape[1:])
+        logits = jax.lax.map(lambda block: self.classifier(x, y, block), blocks)
+        parts = [logits.reshape(-1, *logits.shape[2:])]
+        return jnp.concatenate(parts + ([self.classifier(x, y, rest)] if len(rest) else []))
 
 
 def Classification(

@@ -24,7 +24,7 @@ from fedbilevel.fed.program import Program
 from fedbilevel.local.learn import Learn
 from fedbilevel.problem.oracle import Client
 from fedbilevel.problem.submodel import Kernels, best
-from fedbilevel.tree import PyTree, normal_like, times, zeros_like
+from fedbilevel.tree import PyTree, dot, normal_like, times, where, zeros_like
 
 
 def budget(kernels: Kernels, ratio: float) -> tuple[int, ...]:
@@ -93,6 +93,9 @@ class LargestForward(CoordinateRule):
 class PruneAndGrow(CoordinateRule):
     """FedDST: a client's own mask, of which the smallest weights make room for those with the largest slope.
 
+    Weights that are new in the mask start at zero (as in RigL). The first mask is drawn from the client's
+    key, which the server knows.
+
     Attributes:
         regrown: the share of the held weights that is exchanged at first; it falls as half a cosine.
         until: the number of the round from which on masks stay.
@@ -110,12 +113,19 @@ class PruneAndGrow(CoordinateRule):
     def mask(self, me: Client, x: PyTree, y: PyTree, share: Share) -> PyTree:
         counts = budgets(share.parts, me.id)
         drawn = largest(magnitude(normal_like(me.key, y)), counts)
-        has_one = jnp.any(jax.tree.leaves(share.memory)[0] != 0)
-        old = jax.tree.map(lambda own, new: jnp.where(has_one, own, new), share.memory, drawn)
+        old = where(self._has_one(share), share.memory, drawn)
         slope = magnitude(me.f_y(x, times(old, y), me.batch("upper", me.key)))
         new = self._exchanged(y, old, slope, counts, share.time)
-        due = has_one & (share.time % self.every == 0)
-        return jax.tree.map(lambda a, b: jnp.where(due, a, b), new, old)
+        return where(self._has_one(share) & (share.time % self.every == 0), new, old)
+
+    def start(self, y: PyTree, mask: PyTree, share: Share) -> PyTree:
+        # Of weights that grow, no values came down: the server sent those of the old mask. They start at 0.
+        known = where(self._has_one(share), share.memory, mask)
+        return times(times(mask, known), y)
+
+    def _has_one(self, share: Share) -> jax.Array:
+        """Whether the client has a mask from an earlier round."""
+        return dot(share.memory, share.memory) > 0
 
     def _exchanged(self, y: PyTree, old: PyTree, slope: PyTree, counts: Any, time: Any) -> PyTree:
         falling = (1 + jnp.cos(jnp.pi * jnp.minimum(time / self.until, 1.0))) / 2
@@ -132,6 +142,9 @@ class PruneAndGrow(CoordinateRule):
 class Sensitive(CoordinateRule):
     """Flash: fixed masks, denser where the largest weights of warmed-up models are.
 
+    The server makes them and sends each client its own, once, as one bit for each weight (`"masks"` in the
+    ledger); what clients keep are these bits.
+
     Attributes:
         warm_steps: how many steps all clients train the whole model before the first round.
     """
@@ -140,18 +153,19 @@ class Sensitive(CoordinateRule):
 
     def first(self, fed: Federation, parts: Parts, work: Train, key: jax.Array) -> tuple[PyTree, Kept | None]:
         everyone, levels = fed.everyone, sorted(set(parts.ratios))
-        there = everyone.agreed(fed.problem.x0), everyone.send(fed.problem.y0, "warm")
+        there = everyone.agreed(fed.problem.constraint(fed.problem.x0)), everyone.send(fed.problem.y0, "warm")
         whole = Train(Everything(), parts, Learn(work.learn.rule, self.warm_steps), 0)
         y, shares = everyone.mean(everyone.run(WarmUp(whole, tuple(levels)), *there, key=key), "warm")
         masks = [_dense_where(y, shares[place], parts.kernels, own) for place, own in enumerate(levels)]
         own = np.asarray([levels.index(ratio) for ratio in parts.ratios])
-        return y, fed.keep(jax.tree.map(lambda *leaves: jnp.stack(leaves)[own], *masks))
+        bits = jnp.stack([packed(mask) for mask in masks])[own]
+        return y, everyone.put(fed.keep(jnp.zeros_like(bits)), everyone.deal(bits, "masks"))
 
     def mask(self, me: Client, x: PyTree, y: PyTree, share: Share) -> PyTree:
-        return share.memory
+        return unpacked(share.memory, y)
 
     def up(self, parts: Parts) -> tuple[int, ...]:
-        return parts.bytes()  # the server made the masks, and knows them
+        return parts.bytes()  # the server made the masks
 
 
 class Everything(MaskRule):
@@ -180,6 +194,19 @@ class WarmUp(Program):
         chosen = jnp.stack([best(flat, total) for total in totals]).astype(flat.dtype)
         counts = jax.vmap(lambda row: jax.ops.segment_sum(row, owner, len(sizes)))(chosen)
         return y, counts / jnp.asarray(totals, flat.dtype)[:, None]
+
+
+def packed(mask: PyTree) -> jax.Array:
+    """A mask as bytes, with one bit for each weight."""
+    return jnp.packbits(
+        jnp.concatenate([leaf.ravel() > 0 for leaf in jax.tree.leaves(mask) if leaf.ndim > 1])
+    )
+
+
+def unpacked(bits: jax.Array, y: PyTree) -> PyTree:
+    """The mask of the weights of y in these bytes; the rest of y is held whole."""
+    leaves, structure = jax.tree.flatten(y)
+    return jax.tree.unflatten(structure, _cut(jnp.unpackbits(bits), leaves))
 
 
 def _weights(y: PyTree, kernels: Kernels) -> list[Any]:

@@ -173,7 +173,8 @@ def FedDST(
 
     Simplified: masks start random with the same density as a narrow model, not by the Erdős–Rényi kernel
     rule; they are exchanged before a client's steps, not between them, by the slope of one minibatch (one
-    call of f_y more, in every round); every client keeps its own mask, there is none of the server.
+    call of f_y more, in every round); weights that are new start at zero; every client keeps its own mask,
+    there is none of the server.
 
     Args:
         learn, **options: as for `Heterogeneous`.
@@ -195,7 +196,8 @@ def Flash(learn: Any, warm_steps: int = 10, **options: Any) -> Heterogeneous:
 
     All clients train the whole model for some steps before the first round, and report how the largest of
     its weights divide among the layers; the server averages models and shares, and holds the largest weights
-    of every layer in those shares. The warm-up costs a whole model each way.
+    of every layer in those shares. The warm-up costs a whole model each way, and a mask, sent once: one bit
+    for each weight.
 
     Simplified: the warm-up trains densely (the paper's clients already search a sparse model); the masks stay
     (its variant with masks that are fixed after the first stage).

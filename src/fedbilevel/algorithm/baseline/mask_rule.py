@@ -58,6 +58,10 @@ class MaskRule(eqx.Module):
     def mask(self, me: Client, x: PyTree, y: PyTree, share: Share) -> PyTree:
         """Like y: 1 where a number is held and trained, 0 elsewhere."""
 
+    def start(self, y: PyTree, mask: PyTree, share: Share) -> PyTree:
+        """What is trained, before the first step: of y what is held, and came down."""
+        return times(mask, y)
+
     def seen(self, me: Client, y: PyTree, share: Share) -> PyTree:
         """What the loss is evaluated at while y is trained."""
         return y
@@ -82,8 +86,8 @@ class MaskRule(eqx.Module):
 class Train(Program):
     """`(x, y, memory) ↦ ({"y": θ, "held": mask}, memory)`: a client trains its part of y on `f_i(x, ·)`.
 
-    θ starts at `mask ⊙ y` and makes so many steps of an optimiser, each on a fresh minibatch; outside of what
-    is sent it is zero.
+    θ starts at what is held of y and makes so many steps of an optimiser, each on a fresh minibatch; outside
+    of what is sent it is zero.
     """
 
     rule: MaskRule
@@ -95,7 +99,8 @@ class Train(Program):
         x, y, memory = values
         share = Share(self.parts, memory, self.time)
         mask = self.rule.mask(me.rekeyed(0), x, y, share)
-        theta = self.learn(me.rekeyed(1), x, times(mask, y), mask, lambda y: self.rule.seen(me, y, share))
+        start = self.rule.start(y, mask, share)
+        theta = self.learn(me.rekeyed(1), x, start, mask, lambda y: self.rule.seen(me, y, share))
         sent = self.rule.sent(me, theta, mask, share)
         return {"y": times(sent, theta), "held": sent}, self.rule.kept(mask, share)
 

@@ -30,7 +30,7 @@ class NVFlare(Engine):
 
     This process is the driver: it runs the algorithm, and a job of the NVFlare server passes its messages on
     to the sites. As a context manager it keeps its job for several runs; else each run starts its own, which
-    takes 10 to 20 seconds for simulated sites.
+    takes tens of seconds.
 
         with fb.NVFlare("sim") as engine:
             fb.solve(problem, clients, algorithm, steps=20, engine=engine)
