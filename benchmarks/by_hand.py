@@ -24,7 +24,7 @@ from representation import (
     UPPER_LR,
 )
 
-from fedbilevel.draw import below
+from fedbilevel.draw import below, shuffled
 from fedbilevel.fed.federation import choose
 
 
@@ -65,7 +65,7 @@ def inner(data: Data, x: Any, y: Any, q: Any, client: Any, key: jax.Array) -> An
     features = hidden(x, inputs)
 
     def epoch(index: Any, own: Any) -> Any:
-        order = jnp.argsort(jr.uniform(jr.fold_in(key, index), (SAMPLES,)))
+        order = shuffled(jr.fold_in(key, index), SAMPLES, SAMPLES)
         order = jnp.pad(order, (0, -SAMPLES % BATCH))
 
         def visit(number: Any, own: Any) -> Any:

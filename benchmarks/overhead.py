@@ -44,7 +44,7 @@ def main() -> None:
     """Print the ratio."""
     ours, written = both()
     check_alike(ours, written)
-    best = best_seconds({"ours": ours, "by hand": written})
+    best = best_seconds({"ours": ours, "by hand": written}, repeats=10)
     about = {name: milliseconds(seconds / STEPS) for name, seconds in best.items()}
     what = "FedNest step of the library over the same written by hand in JAX"
     figure(what, best["ours"] / best["by hand"], at_most=1.1, step_milliseconds=about)

@@ -18,7 +18,7 @@ import fedbilevel as fb
 INPUTS, HIDDEN, CLASSES = 784, 200, 10
 CLIENTS, COHORT, SAMPLES, BATCH, EPOCHS, TERMS = 100, 10, 300, 64, 5, 5
 UPPER_LR, LOWER_LR, SMOOTHNESS, PENALTY = 0.01, 0.1, 10.0, 0.01
-STEPS = 20
+STEPS = 10
 """In a timed block: enough for the random number of products to be close to its mean."""
 
 

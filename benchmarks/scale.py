@@ -72,7 +72,7 @@ def peak(clients: int) -> int:
 
 def main() -> None:
     """Print the figures."""
-    best = best_seconds({str(count): steps(count) for count in (FEW, MANY)})
+    best = best_seconds({str(count): steps(count) for count in (FEW, MANY)}, repeats=10)
     about = {f"{name} clients": milliseconds(seconds / STEPS) for name, seconds in best.items()}
     sizes: dict[str, Any] = {"cohort": COHORT, "samples": SAMPLES, "step_milliseconds": about}
     what = f"steps a second with {MANY:,} clients over those with {FEW}"

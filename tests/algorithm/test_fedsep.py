@@ -230,6 +230,9 @@ def test_mistakes_are_named():
         FedSep(LinearSketch(2), fb.SGD(LR), learn_steps=0)
     with pytest.raises(ValueError, match="learn_steps has 2 numbers, but there are 4 clients"):
         solved(FedSep(GradientDecoder(0.1, 1, 1), fb.SGD(LR), learn_steps=(1, 2)))
+    for wrong in ("SketchLasso", LinearSketch):
+        with pytest.raises(ValueError, match=r"decoder is .*; it must be a decoder, such as"):
+            FedSep(wrong, fb.SGD(LR))
     with pytest.raises(ValueError, match="a sketch of size 6 of a vector of 5 numbers would be larger"):
         sketched(LinearSketch(6), 1)
 
@@ -285,5 +288,29 @@ def test_an_automatic_server_step_is_what_the_decoder_says():
         solved(FedSep(LinearSketch(2), fb.SGD(LR), server_lr=rate), 2) for rate in ("auto", DY / 2)
     )
     np.testing.assert_array_equal(auto.x, given.x)
-    with pytest.raises(ValueError, match="a step size is 'fast'"):
+    with pytest.raises(ValueError, match=r'a step size is .fast.*or "auto"'):
         FedSep(LinearSketch(2), fb.SGD(LR), server_lr="fast")
+
+
+def test_an_automatic_server_step_of_many_decoders_is_their_common_one():
+    def step_of(*decoders):
+        each = FedSep(EachDecoder(decoders, (0, 1, 0, 1)), fb.SGD(LR), server_lr="auto")
+        return each.on(problem_of(drawn())).server_lr
+
+    assert step_of(LinearSketch(2, seed=1), LinearSketch(2, seed=2)) == DY / 2
+    with pytest.raises(ValueError, match="the decoders say different ones"):
+        step_of(LinearSketch(2), LinearSketch(3))
+
+
+@pytest.mark.parametrize(
+    ("name", "decoder"),
+    [
+        ("lower_steps", GradientDecoder(0.1, (1, 2), 1)),
+        ("assignment", EachDecoder((LinearSketch(3, seed=1), LinearSketch(3, seed=2)), (0, 1))),
+        ("lower_steps", EachDecoder((GradientDecoder(0.1, (1, 2), 1, start="cold"),), 0)),
+    ],
+)
+def test_numbers_of_clients_inside_a_decoder_are_checked(name, decoder):
+    fed = fb.Simulator().federation(problem_of(drawn()), drawn().clients())
+    with pytest.raises(ValueError, match=f"{name} has 2 numbers, but there are 4 clients"):
+        FedSep(decoder, fb.SGD(LR)).init(fed, jr.key(0))

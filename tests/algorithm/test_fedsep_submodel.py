@@ -187,6 +187,24 @@ def test_wrong_numbers_of_ratios_are_explained():
         solved(method((1.0, 0.5)), 1)
 
 
+@pytest.mark.parametrize("given", ["test", "client"])
+def test_metrics_of_a_y_that_is_not_there_are_explained(given):
+    inputs = np.random.default_rng(1).normal(size=(9, INPUTS))
+    columns = {"inputs": inputs, "labels": np.arange(9) % CLASSES}
+    options = {"test": columns} if given == "test" else {}
+    known = fb.Classification(TwoLayers(), inputs=(INPUTS,), classes=CLASSES, **options)
+    with pytest.raises(ValueError, match=r"y is \(\): none is kept.*take the problem ServerModel"):
+        fb.solve(known, clients(), method(0.5), 0)
+
+
+def test_metrics_of_one_row_a_client_are_explained():
+    columns = {"inputs": np.zeros((9, INPUTS)), "labels": np.arange(9) % CLASSES}
+    known = fb.Classification(TwoLayers(), inputs=(INPUTS,), classes=CLASSES, test=columns, client_metrics={})
+    warm = FedSep(fb.LinearSketch(4, start="warm"), fb.SGD(0.1))
+    with pytest.raises(ValueError, match=r"y has one row a client.*take the problem ServerModel"):
+        fb.solve(known, clients(), warm, 0)
+
+
 def test_the_server_model_is_what_is_tested():
     """The metrics look at x, whatever y is."""
     inputs = np.random.default_rng(1).normal(size=(9, INPUTS))

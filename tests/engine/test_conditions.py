@@ -290,6 +290,17 @@ def test_a_push_takes_as_long_as_its_last_message() -> None:
     assert bill.edge == {"v": 4 * N}, "the deadline is the server's"
 
 
+def test_a_push_among_a_few_takes_their_time_alone() -> None:
+    latency = np.arange(1.0, N + 1)
+    fed = federation(link=Link(latency), availability=0.99)
+    cohort = fed.sample(KEY, 2)
+
+    def pushed(everyone: Any) -> None:
+        cohort.push(cohort.take(fed.keep(VALUES)), fb.links.Complete(), "v")
+
+    np.testing.assert_allclose(spent(fed, pushed)[1].seconds, latency[cohort.ids].sum(), rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     "links",
     [fb.links.Ring(), fb.links.Ring(directed=True), fb.links.Complete(), fb.links.Stochastic(0.3, 0.6)],

@@ -100,7 +100,7 @@ def test_too_few_answers_are_an_error_that_names_the_site(
         averaged(Average("raise"), engine)
 
 
-def test_data_stay_at_their_sites(engine: NVFlare) -> None:
+def test_data_stay_at_their_sites(engine: NVFlare, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver has zeros of the right shapes; the result is that of the sites' own samples."""
     clients = engine.clients(batch_size=2, weights="size")
     assert clients.lower.size.tolist() == [3, 4, 5]
@@ -114,6 +114,9 @@ def test_data_stay_at_their_sites(engine: NVFlare) -> None:
     assert remote.ledger == local.ledger
     blind = fb.solve(problem, clients, algorithm, 5)
     assert np.abs(blind.x - local.x).max() > 0.1, "zeros would have given another result"
+    monkeypatch.setattr(engine, "own_data", True)
+    alike = fb.Clients(jnp.zeros((3, 1, 3)), batch_size=2, weights="size")  # says what samples look like
+    np.testing.assert_allclose(fb.solve(problem, alike, algorithm, 5, engine=engine).x, local.x, rtol=1e-5)
 
 
 def test_a_run_on_a_lost_job_is_an_error_and_the_next_one_starts_another(engine: NVFlare) -> None:
@@ -135,6 +138,11 @@ def test_a_run_on_a_lost_job_is_an_error_and_the_next_one_starts_another(engine:
 def test_settings_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         NVFlare("sim", **options)
+
+
+def test_sites_that_are_started_here_must_be_named() -> None:
+    with NVFlare("sim") as engine, pytest.raises(ValueError, match="say which, sites="):
+        engine.clients()
 
 
 def test_a_folder_that_is_no_startup_kit_is_refused(tmp_path: Any) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from fedbilevel.draw import below
+from fedbilevel.draw import below, shuffled
 from fedbilevel.fed.federation import choose
 
 
@@ -71,3 +71,25 @@ def test_below_is_uniform_and_its_limit_broadcasts() -> None:
     for column, limit in zip(drawn.T, (1, 3, 7), strict=True):
         assert chi_square_is_plausible(np.bincount(column, minlength=limit), limit)
         assert len(np.unique(column)) == limit
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def orders(key: Any, draws: int, size: int, count: Any) -> Any:
+    return jax.lax.map(lambda key: shuffled(key, size, count), jr.split(key, draws))
+
+
+def test_every_order_is_equally_likely_and_what_does_not_count_comes_last() -> None:
+    found = np.asarray(orders(jr.key(0), 3000, 6, 4))
+    assert np.all(found[:, 4:] == [4, 5])
+    counts = collections.Counter(map(tuple, found[:, :4].tolist()))
+    assert len(counts) == math.factorial(4)
+    assert chi_square_is_plausible(list(counts.values()), math.factorial(4))
+
+
+def test_many_numbers_are_shuffled_likewise() -> None:
+    """Too many for the words to hold the number and enough random bits."""
+    found = np.asarray(orders(jr.key(1), 20, 5000, 4990))
+    assert np.all(np.sort(found) == np.arange(5000))
+    assert np.all(found[:, 4990:] == np.arange(4990, 5000))
+    first = found[:, :4990] < 2495
+    assert abs(first[:, :2495].mean() - 0.5) < 0.02, "the lower half is anywhere"

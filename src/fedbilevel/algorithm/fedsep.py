@@ -64,7 +64,7 @@ class DecodeLearnEncode(Program):
         x, shared, memory = values
         _check_of_y_alone(me)
         y, memory, held = self.decoder.decoded(me.rekeyed(0), x, memory, shared)
-        change = sub(self.learn(me.rekeyed(1), x, y, None if held == () else held), y)
+        change = sub(self.learn(me.rekeyed(1), x, y, held), y)
         encoded = self.decoder.encode(me.rekeyed(2), x, y, change, shared)
         say = held if self.decoder.over_holders else ()
         return (encoded, say), y if self.decoder.shown else (), memory
@@ -92,7 +92,7 @@ class EachDecodeLearnEncode(Program):
 
 def _over_holders(change: PyTree, held: PyTree) -> PyTree:
     """The mean over those who have a say, given that over all of the cohort and the share of those who do."""
-    if held == ():
+    if not jax.tree.leaves(held):
         return change
     return jax.tree.map(lambda mean, share: mean / jnp.where(share > 0, share, 1), change, held)
 

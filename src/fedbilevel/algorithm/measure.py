@@ -94,8 +94,8 @@ def _about_y(problem: Problem, y: PyTree) -> str:
         return ""
     what = "has one row a client, or other shapes than y0" if jax.tree.leaves(y) else "is (): none is kept"
     return (
-        f"\nThe method's y {what}. If x is the model, as with FedSep's Submodel, take the problem ServerModel, "
-        "whose metrics look at x; otherwise `client_metrics`, which see every client's own y."
+        f"\nThe method's y {what}. If x is the model, as with FedSep's Submodel, take the problem "
+        "ServerModel, whose metrics look at x; otherwise `client_metrics`, which see every client's own y."
     )
 
 

@@ -6,7 +6,7 @@ import pathlib
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -25,12 +25,10 @@ from fedbilevel.cli.run import (
     usual_folder,
 )
 from fedbilevel.cli.say import remark
-from fedbilevel.data.clients import Clients
 from fedbilevel.engine.nvflare.engine import NVFlare
 from fedbilevel.engine.nvflare.job import JobLostError
 from fedbilevel.experiment.build import Built
 from fedbilevel.experiment.config import Plan, plans
-from fedbilevel.experiment.registry import ConfigError
 from fedbilevel.experiment.runner import Outcome
 
 commands = typer.Typer()
@@ -53,6 +51,12 @@ def federate(
             "and poc, sites for a startup kit."
         ),
     ] = None,
+    site: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="The name of a site, in the order of the clients; default: all that are connected."
+        ),
+    ] = None,
     out: Out = None,
     change: Change = None,
     preset: Preset = None,
@@ -62,44 +66,39 @@ def federate(
     min_clients: Annotated[int, typer.Option(help="Fewer answers in an exchange end the run.")] = 1,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for a site's answer.")] = 600.0,
     retries: Annotated[int, typer.Option(help="Repetitions of a message before a site is given up.")] = 2,
-    resubmit: Annotated[int, typer.Option(help="New jobs in the place of one that was lost.")] = 3,
+    resubmit: Annotated[int, typer.Option(help="New jobs in the place of one that was lost.")] = 10,
     again: Again = False,
     quiet: Quiet = False,
 ) -> None:
     """Run an experiment file at the sites of an NVFlare federation.
 
-    If the job is lost a new one goes on from the last checkpoints. At the end every site that was left out of
-    a mean is named.
+    If the job is lost a new one goes on from the last checkpoints. At the end it says who was left out.
     """
+    own = (data or ("file" if env in ("sim", "poc") else "sites")) == "sites"
+    env = env if env in ("sim", "poc") else str(pathlib.Path(env).resolve())
+    where = {"engine.kind": "nvflare", "engine.env": env, "engine.own_data": own, "engine.sites": site or []}
     todo = plans(
         file,
         preset=preset,
-        changes=changes_of(change, steps, None),
+        changes=changes_of(change, steps, None) | where,  # so that `resume` finds the sites, too
         seeds=None if seed is None else [seed],
         only=only or (),
     )
-    engine = NVFlare(env, min_clients=min_clients, timeout=timeout, retries=retries, rejoin=True)
-    own = (data or ("file" if env in ("sim", "poc") else "sites")) == "sites"
+    options: dict[str, Any] = {"min_clients": min_clients, "timeout": timeout, "retries": retries}
+    engine = NVFlare(env, sites=site or (), own_data=own, rejoin=True, **options)
     folder = out or usual_folder(file, "-".join(filter(None, [preset, "federate"])))
-    outcomes = _persist(todo, folder, engine, own=own, resubmit=resubmit, again=again, quiet=quiet)
+    outcomes = _persist(todo, folder, engine, resubmit=resubmit, again=again, quiet=quiet)
     _summary(outcomes, engine)
     finish(outcomes)
 
 
 def _persist(
-    todo: Sequence[Plan],
-    out: pathlib.Path,
-    engine: NVFlare,
-    *,
-    own: bool,
-    resubmit: int,
-    again: bool,
-    quiet: bool,
+    todo: Sequence[Plan], out: pathlib.Path, engine: NVFlare, *, resubmit: int, again: bool, quiet: bool
 ) -> Sequence[Outcome]:
     """Run all plans; a lost job is submitted again, and what is done or begun is not done again."""
 
     def placed(built: Built) -> Built:
-        return built._replace(engine=engine, clients=_own_clients(built, engine) if own else built.clients)
+        return built._replace(engine=engine)  # one job for all of them
 
     with engine:
         for left in range(resubmit, -1, -1):
@@ -111,16 +110,6 @@ def _persist(
                 remark(f"{error} A new job goes on from the last checkpoints.")
                 again = False
     raise AssertionError("the loop returns or raises")
-
-
-def _own_clients(built: Built, engine: NVFlare) -> Clients:
-    """The sites' own data in the place of the file's, which only say what samples look like."""
-    file = built.clients
-    weights = "uniform" if file.weights is None else "size"
-    clients = engine.clients(file.lower.batch_size, weights)
-    if clients.n != file.n:
-        raise ConfigError(f"the file speaks of {file.n} clients, and there are {clients.n} sites")
-    return clients
 
 
 def _summary(outcomes: Sequence[Outcome], engine: NVFlare) -> None:

@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from fedbilevel.draw import below
+from fedbilevel.draw import below, shuffled
 from fedbilevel.fed.loop import repeat
 from fedbilevel.tree import PyTree
 
@@ -99,9 +99,7 @@ class Samples(eqx.Module):
 
     def _shuffled(self, client: Any, key: jax.Array) -> jax.Array:
         """A random order of a client's samples, its own rows first, filled up to whole batches."""
-        rank = jax.random.uniform(key, (self.longest,))
-        rank = jnp.where(jnp.arange(self.longest) < self.size[client], rank, jnp.inf)
-        return jnp.pad(jnp.argsort(rank), (0, -self.longest % self.width))
+        return jnp.pad(shuffled(key, self.longest, self.size[client]), (0, -self.longest % self.width))
 
     def _pick(self, client: Any, places: jax.Array, count: Any, share: Any = 1.0) -> Batch:
         """The batch of the first `count` of the given places; the others weigh nothing."""

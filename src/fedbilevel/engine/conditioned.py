@@ -51,7 +51,7 @@ class ConditionedCohort(Cohort):
 
     def _delivered(self, weights: jax.Array, size: int) -> None:
         if (clock := ticking()) is not None:
-            clock.deliver((weights != 0) & ~jnp.eye(self.size, dtype=bool), size)
+            clock.deliver(self.ids, (weights != 0) & ~jnp.eye(self.size, dtype=bool), size)
 
 
 def conditions_of(*settings: Any) -> Conditions | None:

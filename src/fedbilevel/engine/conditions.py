@@ -187,18 +187,17 @@ class Clock:
         self._end(ids, self._waited(answered, own))
         return answered
 
-    def deliver(self, edges: Bool[Array, "n n"], size: int) -> None:
-        """Everybody sends to each other, `edges[i, j]`: j to i; it takes as long as the last message.
+    def deliver(self, ids: Int[Array, " size"], edges: Bool[Array, "size size"], size: int) -> None:
+        """A cohort sends to each other, `edges[i, j]`: j to i; it takes as long as the last message.
 
         Nobody gives up: the deadline is the server's.
         """
         if not self.conditions.timed:
             return
-        ids, own = jnp.arange(edges.shape[0]), self.moment[0]
-        there = self.there(ids)
+        own, there, link = self.moment[0][ids], self.there(ids), self.conditions.link
         last = jnp.max(own if there is None else jnp.where(there, own, 0))
-        if self.conditions.link is not None:
-            last = jnp.maximum(last, self.conditions.link.over_edges(self._exchange_key(), own, edges, size))
+        if link is not None:
+            last = jnp.maximum(last, link.over_edges(self._exchange_key(), ids, own, edges, size))
         self._end(ids, last)
 
     def finish(self) -> None:

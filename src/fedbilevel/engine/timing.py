@@ -98,7 +98,12 @@ class Link(eqx.Module):
         return size / self.down.draw(jax.random.fold_in(key, 2), ids)
 
     def over_edges(
-        self, key: Key[Array, ""], begun: Seconds, edges: Bool[Array, "size size"], size: int
+        self,
+        key: Key[Array, ""],
+        ids: Int[Array, " size"],
+        begun: Seconds,
+        edges: Bool[Array, "size size"],
+        size: int,
     ) -> Float[Array, ""]:
         """When the last message of clients to each other is there; `edges[i, j]`: j sends to i.
 
@@ -106,11 +111,11 @@ class Link(eqx.Module):
 
         Args:
             key: of the exchange.
+            ids: of the clients.
             begun: when each client begins to send.
             edges: who sends to whom.
             size: of a message.
         """
-        ids = jnp.arange(edges.shape[0])
         latency = self._latency(key, ids)
         sent = begun + latency + self.sending(key, ids, size * jnp.sum(edges, axis=0))
         taken = latency + self.receiving(key, ids, size * jnp.sum(edges, axis=1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -57,7 +57,7 @@ class ErdosRenyi(Links):
     """
 
     probability: float = eqx.field(static=True, default=0.4)
-    mixing: Literal["metropolis", "fastest"] = eqx.field(static=True, default="metropolis")
+    mixing: str = eqx.field(static=True, default="metropolis")
     seed: int = eqx.field(static=True, default=0)
 
     def __check_init__(self) -> None:

@@ -31,12 +31,12 @@ class Decoded(NamedTuple):
     Attributes:
         y: `y_m(x)`.
         memory: what it keeps for its next round; () if nothing.
-        held: like y: 1 at the numbers that it holds and trains, 0 elsewhere; () if it holds all of them.
+        held: like y: 1 at the numbers that it holds and trains, 0 elsewhere; None if it holds all.
     """
 
     y: PyTree
     memory: PyTree = ()
-    held: PyTree = ()
+    held: PyTree | None = None
 
 
 class Decoder(eqx.Module):

@@ -158,7 +158,7 @@ class Submodel(Decoder):
         kernels = self._kernels(me)
         soft = self._net(kernels)(phi)
         mask = kernels.mask(x, soft if self.soft else self._best(me, kernels, soft))
-        return Decoded(times(mask, x), memory, () if self.soft else mask)
+        return Decoded(times(mask, x), memory, None if self.soft else mask)
 
     # ----------------------------------------------------------- the soft mask
 

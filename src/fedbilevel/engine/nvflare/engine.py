@@ -39,9 +39,12 @@ class NVFlare(Engine):
         env: where the sites are. "sim": processes of this machine, made by NVFlare's simulator. "poc": a
             server and sites on this machine that are provisioned and speak as real ones do, over mutual TLS.
             Else the folder of an administrator's startup kit, for sites anywhere.
-        sites: names of the sites, in the order of the clients; default: all that are connected, by name.
+        sites: names of the sites, in the order of the clients; default: all that are connected, by name, or
+            site-1, site-2, ... if they are started here.
+        own_data: whether the sites have the samples. The clients that `solve` is given then say how many
+            there are, what samples look like, the minibatch and whether they are weighed by size.
         data: where sites that are started here ("sim", "poc") find their own samples; a real site says that
-            itself. See `clients`.
+            itself.
         min_clients: fewer answers than this in an exchange are an error.
         timeout: seconds to wait for an answer. Who is late is left out of that mean and takes part again
             when it has caught up; nobody waits for it a second time meanwhile.
@@ -63,6 +66,7 @@ class NVFlare(Engine):
         env: str | os.PathLike[str] = "sim",
         *,
         sites: Sequence[str] = (),
+        own_data: bool = False,
         data: str | None = None,
         min_clients: int = 1,
         timeout: float = 600.0,
@@ -78,7 +82,8 @@ class NVFlare(Engine):
                 f"min_clients is {min_clients}, timeout {timeout} and retries {retries}; "
                 "they must be at least 1, above 0 and at least 0"
             )
-        self.env, self.names, self.data = env, tuple(sites), data
+        self.env, self.names = env, tuple(sites)
+        self.own_data, self.data = own_data, data
         self.min_clients, self.timeout, self.retries = min_clients, timeout, retries
         self.dropout, self.factory = dropout, factory
         self.start_timeout, self.rejoin = start_timeout, rejoin
@@ -121,6 +126,11 @@ class NVFlare(Engine):
         configure = configuration(problem, clients, stepper, probes, self.factory)
         try:
             sites = self._ready(clients.n)
+            if self.own_data and not isinstance(clients, SiteClients):
+                clients = self.clients(
+                    clients.lower.batch_size, "uniform" if clients.weights is None else "size"
+                )
+                configure = configuration(problem, clients, stepper, probes, self.factory)
             federation = RemoteFederation(
                 sites, problem, clients, stepper, probes, min_clients=self.min_clients, dropout=self.dropout
             )
@@ -152,27 +162,48 @@ class NVFlare(Engine):
 
     def _ready(self, n: int) -> Sites:
         """The sites of a running job; `n` of them, if that is not 0."""
-        if self._sites is not None and (n not in (0, len(self._sites.names)) or self._sites.returned()):
+        _check_number(n, self.names or range(n))
+        if self._sites is not None and n not in (0, len(self._sites.names)):
+            self.close()
+        if self._sites is not None and self._sites.returned():
             self._end_job()
         if self._sites is None:
             self._sites = Sites(self._job(n), self.timeout, self.names, rejoin=self.rejoin)
-            self.names = tuple(self._sites.names)
-        if n not in (0, len(self._sites.names)):
-            raise ValueError(f"there are data for {n} clients, and {len(self.names)} sites: {self.names}")
+            self._remember()
+        _check_number(n, self._sites.names)
         self._sites.renew()
         return self._sites
+
+    def _remember(self) -> None:
+        """Sites that are not started here stay the same clients in later jobs, whoever is connected then."""
+        if self._sites is not None and self.env not in ("sim", "poc"):
+            self.names = tuple(self._sites.names)
 
     def _job(self, n: int) -> Job:
         if importlib.util.find_spec("nvflare") is None:
             raise RuntimeError("NVFlare is not installed: `pip install 'fedbilevel[nvflare]'` does that")
         job: dict[str, Any] = {"min_clients": self.min_clients, "retries": self.retries}
         if self.env == "sim":
-            return SimulatedJob(n, self.data, self.start_timeout, **job)
+            return SimulatedJob(self._started_here(n), self.data, self.start_timeout, **job)
         if self.env == "poc" and self._premises is None:
-            self._premises = Premises(n, self.data)
+            self._premises = Premises(self._started_here(n), self.data)
             self._premises.start()
         kit = pathlib.Path(self.env) if self._premises is None else self._premises.admin
         return SubmittedJob(kit, n or self.min_clients, self.start_timeout, **job)
+
+    def _started_here(self, n: int) -> list[str]:
+        """The names of sites that are not there yet."""
+        if not (n or self.names):
+            raise ValueError(f"the sites of {self.env!r} are started here: say which, sites=['site-1', ...]")
+        return list(self.names) or [f"site-{number}" for number in range(1, n + 1)]
+
+
+def _check_number(n: int, names: Sequence[Any]) -> None:
+    if n not in (0, len(names)):
+        raise ValueError(
+            f"there are data for {n} clients, and {len(names)} sites: {', '.join(names)}. If some are not "
+            "connected, name all of them: sites=[...]"
+        )
 
 
 def _report(name: str, reply: bytes | Exception) -> tuple[Json, list[Array]]:

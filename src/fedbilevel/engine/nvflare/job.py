@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -99,24 +100,24 @@ class SimulatedJob(Job):
     """Sites as processes of this machine, made by NVFlare's simulator.
 
     Args:
-        n: how many sites.
+        sites: their names.
         data: where they find their own samples, if they have any.
         start_timeout: seconds that they have to start.
         job: settings of `write_job`.
     """
 
-    def __init__(self, n: int, data: str | None, start_timeout: float, **job: Any) -> None:
+    def __init__(self, sites: Sequence[str], data: str | None, start_timeout: float, **job: Any) -> None:
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="fedbilevel-"))
         self.process: subprocess.Popen[bytes] | None = None
         try:
             allow(self.folder / "workspace" / "local")
             write_job(self.folder / "job", start_timeout=start_timeout, **job)
-            self.driver = self._start(n, data, start_timeout)
+            self.driver = self._start(sites, data, start_timeout)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, n: int, data: str | None, start_timeout: float) -> Connection:
+    def _start(self, sites: Sequence[str], data: str | None, start_timeout: float) -> Connection:
         address = str(self.folder / "driver")
         command = [
             sys.executable,
@@ -124,7 +125,7 @@ class SimulatedJob(Job):
             "nvflare.private.fed.app.simulator.simulator",
             str(self.folder / "job"),
         ]
-        command += ["-w", str(self.folder / "workspace"), "-n", str(n), "-t", str(n)]
+        command += ["-w", str(self.folder / "workspace"), "-c", ",".join(sites), "-t", str(len(sites))]
         environment = site_environment(data) | {SOCKET: address}
         with socket.socket(socket.AF_UNIX) as door, self.log.open("wb") as log:
             door.bind(address)

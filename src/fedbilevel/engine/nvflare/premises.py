@@ -7,11 +7,11 @@ import json
 import os
 import pathlib
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 
 from fedbilevel.engine.nvflare.job import allow
 from fedbilevel.engine.nvflare.settings import site_environment
@@ -24,15 +24,17 @@ class Premises:
     """A server, sites and an administrator, each with a startup kit of its own from `nvflare provision`.
 
     Args:
-        n: how many sites: site-1, site-2, ...
+        sites: their names.
         data: where they find their own samples, if they have any.
         folder: where; default: a temporary folder, removed by `close`.
     """
 
-    def __init__(self, n: int, data: str | None = None, folder: pathlib.Path | None = None) -> None:
+    def __init__(
+        self, sites: Sequence[str], data: str | None = None, folder: pathlib.Path | None = None
+    ) -> None:
         self.data, self.is_ours = data, folder is None
         self.folder = folder or pathlib.Path(tempfile.mkdtemp(prefix="fedbilevel-"))
-        self.sites = [f"site-{number}" for number in range(1, n + 1)]
+        self.sites = list(sites)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         try:
             self.kits = self._provision()
@@ -54,7 +56,9 @@ class Premises:
             "-w",
             str(self.folder),
         ]
-        done = subprocess.run(command, capture_output=True, text=True, env=self._environment(), check=False)
+        home = {"HOME": str(self.folder)}  # where it writes settings that are none of the user's
+        environment = self._environment() | home
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         kits = self.folder / _PROJECT / "prod_00"
         if not kits.exists():
             raise RuntimeError(f"nvflare provision failed: {(done.stderr or done.stdout)[-500:]}")
@@ -81,10 +85,16 @@ class Premises:
                 )
 
     def kill(self, name: str) -> None:
-        """End a participant at once, with all processes that it has started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.processes[name].pid, signal.SIGKILL)
-        self.processes.pop(name).wait()
+        """End a participant at once, with all processes that it has started, as if its machine were gone."""
+        import psutil  # comes with NVFlare
+
+        process = self.processes.pop(name)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+            for member in family:  # the parent first: it would report the loss of a child
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.kill()
+        process.wait()
 
     def close(self) -> None:
         """End everything."""
@@ -94,9 +104,9 @@ class Premises:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _environment(self) -> dict[str, str]:
-        """Its own home, since NVFlare writes there; and this interpreter first."""
+        """What sites need, and this interpreter first."""
         path = os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ.get("PATH", "")])
-        return site_environment(self.data) | {"HOME": str(self.folder), "PATH": path}
+        return site_environment(self.data) | {"PATH": path}
 
 
 def _project(sites: list[str], port: int) -> dict[str, object]:
