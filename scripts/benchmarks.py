@@ -8,6 +8,7 @@ table. With names, only these are run, and the rows of the others stay.
 
 from __future__ import annotations
 
+import difflib
 import importlib.metadata
 import json
 import os
@@ -98,7 +99,9 @@ def main(names: list[str]) -> None:
     """Run them and write the page."""
     unknown = [name for name in names if name not in NAMES]
     if unknown:
-        raise SystemExit(f"there is no benchmark {unknown[0]!r}; there are {', '.join(NAMES)}")
+        near = difflib.get_close_matches(unknown[0], NAMES, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise SystemExit(f"there is no benchmark {unknown[0]!r}; {hint}There are {', '.join(NAMES)}")
     for name in names or NAMES:
         rows = {name: [row(name, line) for line in figures(name)]}
         PAGE.write_text(written(PAGE.read_text(), rows))

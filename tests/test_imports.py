@@ -17,6 +17,7 @@ FORBIDDEN = {
     "tree": PARTS | {"draw", "portable"},
     "draw": PARTS | {"tree", "portable"},
     "portable": PARTS | {"tree", "draw"},
+    "schedule": PARTS | {"tree", "draw", "portable"},
     "theory": PARTS | {"tree", "draw", "portable"},
     "fed": PARTS - {"fed"},
     "data": {"problem", "local", "adjoint", "algorithm", "engine", "experiment"},

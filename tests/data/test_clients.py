@@ -194,3 +194,14 @@ def test_test_data_are_all_samples_whatever_the_batches() -> None:
     assert own.test.flat is own.upper.flat, "no second copy"
     assert own.test.batch(0, jax.random.key(0)).samples.tolist() == list(range(9))
     assert own.upper.batch_size == 2
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.int32])
+def test_shared_data_are_a_copy_of_what_was_given(dtype):
+    """Wherever the given array begins in memory: JAX would share one that is aligned."""
+    for begin in range(0, 64, 4):
+        memory = np.zeros(1024, np.uint8)[begin : begin + 512]
+        given = memory.view(dtype).reshape(-1, 4)
+        clients = Clients.indexed(given, [[0, 1], [2]])
+        given[...] = 1
+        assert not np.any(clients.lower.flat)

@@ -114,3 +114,36 @@ def test_a_site_is_back_when_it_is_heard_after_it_was_lost() -> None:
     assert job.returned({"b"}) == set()
     job.session = Listed(a=130.0, b=131.0)
     assert job.returned({"b"}) == {"b"}
+
+
+class Cut(Listed):
+    """A session whose first commands do not come through."""
+
+    def __init__(self, lost: int, status: str = "RUNNING") -> None:
+        super().__init__()
+        self.lost, self.status = lost, status
+
+    def do_app_command(self, job: str, topic: str, data: Any) -> Any:
+        self.lost -= 1
+        if self.lost >= 0:
+            raise OSError("no route to host")
+        return {"reply": wrapped(b"here")}
+
+    def get_job_status(self, job: str) -> str:
+        return self.status
+
+
+@pytest.mark.parametrize(
+    ("session", "comes"), [(Cut(3), True), (Cut(99), False), (Cut(1, "FINISHED:X"), False)]
+)
+def test_a_network_that_is_back_soon_loses_no_job(
+    session: Cut, comes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedbilevel.engine.nvflare.submitted._PAUSE", 0.0)
+    job = object.__new__(SubmittedJob)
+    job.id, job.number, job.session = "1", 0, session
+    if comes:
+        assert job.ask(b"there?") == b"here"
+    else:
+        with pytest.raises(JobLostError, match="no route to host"):
+            job.ask(b"there?")

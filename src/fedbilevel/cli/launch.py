@@ -22,7 +22,7 @@ from fedbilevel.experiment.registry import ConfigError
 
 commands = typer.Typer()
 
-_GRACE = 5.0
+_GRACE = 10.0
 """Seconds in which the others may end by themselves when one has ended badly."""
 
 

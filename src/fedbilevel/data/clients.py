@@ -99,7 +99,7 @@ class Clients(eqx.Module):
         weights: Literal["uniform", "size"] | Any = "uniform",
     ) -> Clients:
         """Clients that share one stored copy of `data`; each list holds a client's row numbers."""
-        flat = jax.tree.map(jnp.asarray, data)
+        flat = jax.tree.map(_stored, data)
         parts = [None if rows is None else _indexed(flat, rows, batch_size) for rows in (lower, upper)]
         unseen = [None if rows is None else _indexed(flat, rows, None) for rows in (test, validation)]
         return cls(*parts, test=unseen[0], validation=unseen[1], weights=weights)
@@ -159,6 +159,18 @@ def _collect(source: PyTree, batch_size: int | None, level: str) -> Samples:
     n, size = next(iter(shapes))
     flat = jax.tree.map(lambda leaf: jnp.asarray(leaf).reshape(n * size, *jnp.shape(leaf)[2:]), source)
     return _samples(flat, np.full(n, size), batch_size, level)
+
+
+def _stored(leaf: Any) -> jax.Array:
+    """A leaf as a JAX array of its own, with no second copy on the way, as `jnp.asarray` makes one."""
+    if not isinstance(leaf, np.ndarray):
+        return jnp.asarray(leaf)
+    # JAX takes over memory that begins at a multiple of 64 bytes as it is; this is nobody else's.
+    memory = np.empty(leaf.nbytes + 64, np.uint8)
+    begin = -memory.ctypes.data % 64
+    own = memory[begin : begin + leaf.nbytes].view(leaf.dtype).reshape(leaf.shape)
+    own[...] = leaf
+    return jax.device_put(own)
 
 
 def _is_list(node: Any) -> bool:

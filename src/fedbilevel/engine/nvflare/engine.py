@@ -88,6 +88,7 @@ class NVFlare(Engine):
         self.dropout, self.factory = dropout, factory
         self.start_timeout, self.rejoin = start_timeout, rejoin
         self._stays, self._before = False, (0, 0)
+        self._reports: dict[str, tuple[Json, list[Array]]] = {}
         self._premises: Premises | None = None
         self._sites: Sites | None = None
 
@@ -150,15 +151,16 @@ class NVFlare(Engine):
     ) -> SiteClients:
         """The sites' own data as clients for `solve`: sizes and shapes are asked for, and no sample is sent.
 
-        Inside a `with` block of this engine; the arguments are those of `Clients`.
+        Inside a `with` block of this engine; the arguments are those of `Clients`. A site that is not there
+        now has what it had when it was asked before.
         """
         sites = self._ready(len(self.names))
-        question = encode({"survey": {}}, [])
-        replies = sites.exchange(dict.fromkeys(range(len(sites.names)), question), 1 << 24)
-        reports = [
-            (sites.label(client), *_report(sites.label(client), reply)) for client, reply in replies.items()
-        ]
-        return surveyed(reports, batch_size, weights)
+        replies = sites.exchange(dict.fromkeys(sorted(sites.alive), encode({"survey": {}}, [])), 1 << 24)
+        for client, reply in replies.items():
+            self._reports[sites.names[client]] = _report(sites.label(client), reply)
+        if missing := [name for name in sites.names if name not in self._reports]:
+            raise DataError(f"{', '.join(missing)} must be connected, at first, to say what data there are")
+        return surveyed([(name, *self._reports[name]) for name in sites.names], batch_size, weights)
 
     def _ready(self, n: int) -> Sites:
         """The sites of a running job; `n` of them, if that is not 0."""

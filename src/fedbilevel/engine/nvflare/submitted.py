@@ -15,6 +15,8 @@ from fedbilevel.engine.nvflare.job import Job, JobLostError, write_job
 _COMMAND = 30.0
 """Seconds that a command of an administrator may take; the desk answers each within a few."""
 
+_TRIES, _PAUSE = 6, 2.0
+"""How often a command is tried, and the seconds between, while the network is away."""
 _GATHER = 60.0
 """Seconds to wait for all sites; after that `min_clients` of them will do."""
 
@@ -80,10 +82,19 @@ class SubmittedJob(Job):
         return unwrapped(said["reply"])
 
     def _command(self, data: dict[str, Any]) -> dict[str, Any]:
-        try:
-            return dict(self.session.do_app_command(self.id, TOPIC, data))
-        except Exception as error:  # NVFlare raises many kinds; they all mean that the job cannot be reached
-            raise JobLostError(f"job {self.id} cannot be reached any more: {error}") from error
+        for left in range(_TRIES - 1, -1, -1):
+            try:
+                return dict(self.session.do_app_command(self.id, TOPIC, data))
+            except Exception as error:  # of many kinds; a request has a number, so it can be repeated
+                if not left or self._has_ended():
+                    raise JobLostError(f"job {self.id} cannot be reached any more: {error}") from error
+            time.sleep(_PAUSE)
+        raise AssertionError("the loop returns or raises")
+
+    def _has_ended(self) -> bool:
+        with contextlib.suppress(Exception):  # not even that can be asked now
+            return str(self.session.get_job_status(self.id)).startswith("FINISHED")
+        return False
 
     def returned(self, gone: set[str]) -> set[str]:
         # Times are the server's, so that clocks need not agree; who is lost is still listed for a while.
