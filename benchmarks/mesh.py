@@ -61,7 +61,7 @@ def measure(processes: int) -> None:
     os.sched_setaffinity(0, cores[rank * len(cores) // processes : (rank + 1) * len(cores) // processes])
 
     import fedbilevel as fb
-    from fedbilevel.engine.mesh_join import leads
+    from fedbilevel.engine.mesh.join import leads
 
     fb.Mesh.join()
     found = [("network", CLIENTS, best(*network(CLIENTS)))]

@@ -21,7 +21,7 @@ import numpy as np
 import fedbilevel as fb
 from conform.compare import run
 from fedbilevel.engine import mesh
-from fedbilevel.engine.mesh_shard import split_kept
+from fedbilevel.engine.mesh.shard import split_kept
 
 
 def session_of(algorithm: Any, samples: int) -> Any:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.engine.conditioned import ConditionedCohort
 from fedbilevel.engine.conditions import Bernoulli, DayNight, Link, LogNormal, OnOff, Speed, Trace
+from fedbilevel.engine.conditions.cohort import ConditionedCohort
 from fedbilevel.fed import Dense, Program
 from fedbilevel.fed.codec import Partial
 from fedbilevel.fed.cohort import Cohort

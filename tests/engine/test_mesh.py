@@ -18,10 +18,10 @@ import fedbilevel as fb
 from conform.compare import close, run, simulated
 from engine import mesh_child
 from fedbilevel.cli.launch import _started
-from fedbilevel.engine.mesh import device_mesh
-from fedbilevel.engine.mesh_join import MeshError, leads, place_of, told, watching
-from fedbilevel.engine.mesh_layout import Layout
-from fedbilevel.engine.mesh_shard import first_rows
+from fedbilevel.engine.mesh.engine import device_mesh
+from fedbilevel.engine.mesh.join import MeshError, leads, place_of, told, watching
+from fedbilevel.engine.mesh.layout import Layout
+from fedbilevel.engine.mesh.shard import first_rows
 
 CHILD = pathlib.Path(__file__).parent / "mesh_child.py"
 TESTS = CHILD.parent.parent

@@ -17,7 +17,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from fedbilevel.cli.say import complain, remark
-from fedbilevel.engine.mesh_join import LOST
+from fedbilevel.engine.mesh.join import LOST
 from fedbilevel.experiment.registry import ConfigError
 
 commands = typer.Typer()

@@ -13,7 +13,7 @@ import typer
 from fedbilevel import __version__
 from fedbilevel.cli import data, demo, federate, launch, look, run, site
 from fedbilevel.cli.say import EPILOG, complain
-from fedbilevel.engine.mesh_join import LOST, LostProcessError
+from fedbilevel.engine.mesh.join import LOST, LostProcessError
 
 app = typer.Typer(
     name="fedbilevel",

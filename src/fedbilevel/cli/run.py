@@ -11,7 +11,7 @@ import typer
 
 from fedbilevel.algorithm.base import CannotRunError
 from fedbilevel.cli.say import is_terminal, remark, show
-from fedbilevel.engine.mesh_join import join, leads, place_of
+from fedbilevel.engine.mesh.join import join, leads, place_of
 from fedbilevel.experiment.change import parsed
 from fedbilevel.experiment.config import Plan, plans
 from fedbilevel.experiment.estimate import duration, estimate

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from fedbilevel.engine.mesh_join import leads
+from fedbilevel.engine.mesh.join import leads
 
 EPILOG = (
     "Exit codes: 0 all is well, 1 a run diverged, 2 a mistake in a file or an option, 70 a bug, "

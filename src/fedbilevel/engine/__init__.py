@@ -2,8 +2,8 @@
 
 from fedbilevel.engine import conditions
 from fedbilevel.engine.base import Engine, TooFewClientsError
-from fedbilevel.engine.mesh import Mesh
-from fedbilevel.engine.mesh_join import LostProcessError, MeshError
+from fedbilevel.engine.mesh.engine import Mesh
+from fedbilevel.engine.mesh.join import LostProcessError, MeshError
 from fedbilevel.engine.nvflare.engine import NVFlare
 from fedbilevel.engine.nvflare.job import JobLostError
 from fedbilevel.engine.process import Process

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 
 from fedbilevel.data.clients import Clients
 from fedbilevel.engine.base import Block, Engine, Session, Stepper, check_dropout
-from fedbilevel.engine.conditioned import ConditionedCohort, conditions_of
-from fedbilevel.engine.conditions import Availability, Conditions, Link, Speed, moment, set_moment
-from fedbilevel.engine.per_client import Numbers
+from fedbilevel.engine.conditions import Availability, Conditions, Link, Speed
+from fedbilevel.engine.conditions.clock import moment, set_moment
+from fedbilevel.engine.conditions.cohort import ConditionedCohort, conditions_of
+from fedbilevel.engine.conditions.per_client import Numbers
 from fedbilevel.fed.cohort import Cohort
 from fedbilevel.fed.federation import Federation, answers, choose
 from fedbilevel.fed.ledger import Counts, as_arrays, book, metering

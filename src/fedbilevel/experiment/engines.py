@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Callable, Iterator, Mapping
 
 from fedbilevel.engine.base import Engine
-from fedbilevel.engine.mesh import Mesh
+from fedbilevel.engine.mesh.engine import Mesh
 from fedbilevel.engine.nvflare.engine import NVFlare
 from fedbilevel.engine.process import Process
 from fedbilevel.engine.simulator import Simulator

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import jax
 
 from fedbilevel.algorithm.base import CannotRunError
-from fedbilevel.engine.mesh_join import leads
+from fedbilevel.engine.mesh.join import leads
 from fedbilevel.experiment.build import Built, build
 from fedbilevel.experiment.config import Plan
 from fedbilevel.experiment.directory import NOT_APPLICABLE

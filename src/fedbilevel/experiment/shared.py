@@ -7,7 +7,7 @@ import pathlib
 import tempfile
 from typing import Any
 
-from fedbilevel.engine.mesh_join import leads, several, told
+from fedbilevel.engine.mesh.join import leads, several, told
 from fedbilevel.experiment.config import Plan
 from fedbilevel.experiment.directory import Directory
 from fedbilevel.experiment.loop import Evaluation

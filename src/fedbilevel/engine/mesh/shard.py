@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
-from fedbilevel.engine.mesh_layout import AXIS
+from fedbilevel.engine.mesh.layout import AXIS
 from fedbilevel.engine.simulator import SimulatedCohort, SimulatedFederation, select
 from fedbilevel.fed.cohort import Cohort
 from fedbilevel.fed.ledger import Counts

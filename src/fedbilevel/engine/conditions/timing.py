@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from fedbilevel.engine.per_client import LogNormal, Numbers, amount, check_count
+from fedbilevel.engine.conditions.per_client import LogNormal, Numbers, amount, check_count
 from fedbilevel.fed.ledger import Counts
 
 Seconds = Float[Array, " size"]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from fedbilevel.engine.per_client import Numbers, check_count, checked, keys_of, of
+from fedbilevel.engine.conditions.per_client import Numbers, check_count, checked, keys_of, of
 
 
 class Availability(eqx.Module):

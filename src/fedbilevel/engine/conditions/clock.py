@@ -1,7 +1,4 @@
-"""Real conditions in a simulation: who is there, how fast, over which link, and how long the server waits.
-
-All of it is drawn from keys inside the compiled program.
-"""
+"""The clock of a step: what conditions make of the messages and computations of clients."""
 
 from __future__ import annotations
 
@@ -15,23 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Key
 
-from fedbilevel.engine.availability import Availability, Bernoulli, DayNight, OnOff, Trace
-from fedbilevel.engine.per_client import LogNormal, Numbers, checked
-from fedbilevel.engine.timing import Link, Seconds, Speed
+from fedbilevel.engine.conditions.availability import Availability, Bernoulli
+from fedbilevel.engine.conditions.per_client import Numbers, checked
+from fedbilevel.engine.conditions.timing import Link, Seconds, Speed
 from fedbilevel.fed.ledger import SECONDS, Counts, count
-
-__all__ = [
-    "Availability",
-    "Bernoulli",
-    "Clock",
-    "Conditions",
-    "DayNight",
-    "Link",
-    "LogNormal",
-    "OnOff",
-    "Speed",
-    "Trace",
-]
 
 
 class Conditions(eqx.Module):

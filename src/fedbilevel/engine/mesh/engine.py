@@ -15,10 +15,10 @@ from jax.sharding import Mesh as DeviceMesh, PartitionSpec
 
 from fedbilevel.data.clients import Clients
 from fedbilevel.engine.base import Block, Engine, Session, Stepper, check_dropout
-from fedbilevel.engine.mesh_join import MeshError, join, watching
-from fedbilevel.engine.mesh_layout import AXIS, Layout, here
-from fedbilevel.engine.mesh_load import load_clients
-from fedbilevel.engine.mesh_shard import ShardFederation, spent_by_all, split_kept
+from fedbilevel.engine.mesh.join import MeshError, join, watching
+from fedbilevel.engine.mesh.layout import AXIS, Layout, here
+from fedbilevel.engine.mesh.load import load_clients
+from fedbilevel.engine.mesh.shard import ShardFederation, spent_by_all, split_kept
 from fedbilevel.engine.simulator import (
     ASKED_AT_ONCE,
     SimulatedFederation,

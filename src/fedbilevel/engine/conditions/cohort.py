@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedbilevel.engine.conditions import Conditions, ticking
+from fedbilevel.engine.conditions.clock import Conditions, ticking
 from fedbilevel.fed.codec import Codec, message_size
 from fedbilevel.fed.cohort import Cohort
 from fedbilevel.fed.ledger import Counts

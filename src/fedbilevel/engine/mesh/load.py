@@ -12,8 +12,8 @@ from jax.experimental import multihost_utils
 
 from fedbilevel.data.batches import Samples
 from fedbilevel.data.clients import Clients
-from fedbilevel.engine.mesh_join import MeshError, several, watching
-from fedbilevel.engine.mesh_layout import Layout
+from fedbilevel.engine.mesh.join import MeshError, several, watching
+from fedbilevel.engine.mesh.layout import Layout
 from fedbilevel.tree import PyTree
 
 LEVELS = ("lower", "upper", "test", "validation")
