@@ -17,8 +17,9 @@ import jax.random as jr
 import numpy as np
 
 from fedbilevel.algorithm.base import TwoVariables, Variables
+from fedbilevel.engine.serve import main
 from fedbilevel.engine.wire import decode, encode
-from fedbilevel.engine.worker import Worker, main
+from fedbilevel.engine.worker import Worker
 from fedbilevel.fed import Federation, Program
 from fedbilevel.tree import PyTree
 

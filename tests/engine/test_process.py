@@ -304,6 +304,7 @@ def test_a_script_can_use_its_own_functions(tmp_path: pathlib.Path) -> None:
     """Functions of `__main__` travel too, with the engine by name and the library's own worker."""
     done = run_script(tmp_path / "script.py", "if __name__ == '__main__': main()")
     assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
     assert float(done.stdout) == pytest.approx(2.0)
 
 

@@ -57,7 +57,7 @@ class Process(Engine):
         timeout: float = 600.0,
         dropout: float = 0.0,
         factory: Callable[[], Problem] | None = None,
-        worker: str = "fedbilevel.engine.worker",
+        worker: str = "fedbilevel.engine.serve",
         deadline: float | None = None,
     ) -> None:
         check_dropout(dropout)

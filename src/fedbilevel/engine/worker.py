@@ -7,7 +7,6 @@ import runpy
 import sys
 import types
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from typing import Any
 
 import jax
@@ -261,22 +260,3 @@ def _short(error: Exception) -> str:
 
 def _on_device(leaf: Any) -> Any:
     return jnp.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
-
-
-def main(make: Callable[..., Worker] = Worker) -> None:
-    """Serve the server at the other end of an inherited socket until it hangs up.
-
-    The command line names the socket's descriptor and how the user's program was started, if it was.
-    """
-    descriptor, *script = sys.argv[1:]
-    worker = make(script)
-    with Connection(int(descriptor)) as server:
-        try:
-            while True:
-                server.send_bytes(worker.answer(server.recv_bytes()))
-        except (EOFError, ConnectionError, KeyboardInterrupt):
-            return
-
-
-if __name__ == "__main__":
-    main()
