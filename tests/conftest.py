@@ -25,6 +25,11 @@ with jaxtyping.install_import_hook(checked, "beartype.beartype"):
     import fedbilevel as fb
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long begins first, so that no worker is left alone with it at the end."""
+    items.sort(key=lambda item: "slow" not in item.keywords)
+
+
 @pytest.fixture
 def float64() -> Iterator[None]:
     """The test computes in double precision."""

@@ -310,7 +310,7 @@ def test_an_unknown_engine_is_refused_with_the_nearest_name() -> None:
         ValueError, match=r"no engine 'simulatr'; the engines are .*did you mean 'simulator'\?"
     ):
         run(1, engine="simulatr")
-    with pytest.raises(ValueError, match=r"the engines are simulator, process$"):
+    with pytest.raises(ValueError, match=r"the engines are simulator, process, mesh, nvflare$"):
         run(1, engine="xyz")
 
 

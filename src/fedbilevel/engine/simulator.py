@@ -217,7 +217,8 @@ class SimulatedCohort(ConditionedCohort):
 
     def _each(self, one: Callable[..., Any]) -> Callable[..., Any]:
         """`one` on every row that is held here."""
-        return _each(one, self.fed.chunk)
+        chunk = self.fed.chunk
+        return _each(one, None if chunk is not None and 1 < chunk >= self.held else chunk)
 
     def _worked(self, present: Any) -> jax.Array:
         """1 for a row whose work counts, 0 for that of a client that failed."""

@@ -82,9 +82,15 @@ def traits(factory: Factory) -> Traits:
 
 def _example(factory: Factory) -> Algorithm[Any]:
     """A method with something simple for every setting that has no default: 0.1 for a number."""
-    needed = [name for name, p in parameters(factory).items() if p.default is inspect.Parameter.empty]
-    extra = {"smoothness": 4.0} if "smoothness" in parameters(factory) else {}
-    return factory(**{name: _SIMPLE.get(name, 0.1) for name in needed}, **extra)
+    settings = parameters(factory)
+    needed = [name for name, p in settings.items() if p.default is inspect.Parameter.empty]
+    # What may be left out only where something else is said in its place.
+    either = [
+        name
+        for name in ("smoothness", "terms")
+        if name in settings and settings[name].default in (None, "auto")
+    ]
+    return factory(**{name: _SIMPLE.get(name, 0.1) for name in (*needed, *either)})
 
 
 _IMAGE = (12, 12, 1)
@@ -97,6 +103,7 @@ _SIMPLE: dict[str, Any] = {
     "distil": SGD(0.1),
     "public": np.ones((2, *_IMAGE), np.float32),
     "decoder": GradientDecoder(0.1, 2, 2),
+    "smoothness": 4.0,
     **dict.fromkeys(("lower_steps", "learn_steps", "terms", "rows", "columns", "k"), 2),
 }
 
