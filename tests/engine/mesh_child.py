@@ -20,7 +20,7 @@ import numpy as np
 
 import fedbilevel as fb
 from conform.compare import run
-from fedbilevel.engine import mesh
+from fedbilevel.engine.mesh import engine as mesh
 from fedbilevel.engine.mesh.shard import split_kept
 
 
