@@ -9,6 +9,7 @@ import jax.random as jr
 import numpy as np
 import pytest
 
+import fedbilevel as fb
 from algorithm.nodes import (
     ALIKE,
     COUNTS,
@@ -296,6 +297,20 @@ def test_the_derivative_as_if_a_node_had_no_neighbours():
     found = hypergradient(HGP(2 * MANY, outer="local"), links.Given(UNEVEN), point, "after")
     np.testing.assert_allclose(found, truth, rtol=1e-9, atol=1e-11)
     assert far(truth / N, of_mean) > 0.05
+
+
+def test_all_of_a_nodes_samples_give_the_start_without_noise():
+    """Samples differ in ∇f, not in H and J. Negative control: a minibatch is not the mean."""
+    point, truth = known("uneven", "after")
+    q, network = drawn(), links.Given(UNEVEN).network(N)
+    clients = q.clients(samples=6, noise=1.0, batch_size=2)
+    fed, receive = fb.Simulator().federation(q.problem(metrics={}), clients), receiving_weights(network)
+    of_all, of_two = (
+        pushed(HGP(MANY, whole=whole), fed, network, receive, point, LR, "after", jr.key(0))
+        for whole in (True, False)
+    )
+    np.testing.assert_allclose(of_all, truth, rtol=1e-9, atol=1e-11)
+    assert far(of_two, truth) > 0.05
 
 
 # ------------------------------------------------------------------ what is refused

@@ -36,13 +36,13 @@ def _sleep_at_victim(id: Any, nap: Any) -> Any:
 
 
 class SleepyAverage(TwoVariables):
-    """`x ← x + mean Sleepy(x)`; the victim sleeps in the first step."""
+    """`x ← x + mean Sleepy(x)`; the victim sleeps in the first step, or in all of them."""
 
     nap: float
-    first: bool = eqx.field(static=True, default=True)
+    once: bool = eqx.field(static=True, default=True)
 
     def at(self, time: Any) -> SleepyAverage:
-        return self if time == 0 else SleepyAverage(0.0)
+        return SleepyAverage(0.0) if self.once and time != 0 else self
 
     def step(self, fed: Federation, state: Variables, key: jax.Array) -> tuple[Variables, Any]:
         everyone = fed.everyone

@@ -75,6 +75,28 @@ def test_slow_site_is_left_out_then_does_everything_in_order_and_is_back(relay: 
     assert sites.done == {"a": [b"1", b"2", b"3"], "b": [b"1", b"2", b"3"]}
 
 
+def test_one_that_misses_a_deadline_is_waited_for_again_and_timed(relay: Relay, sites: Sites) -> None:
+    """Until it has been busy for a whole timeout: then it is behind, and nobody waits."""
+    sites.slow["b"] = threading.Event()
+    begin = time.monotonic()
+    for number in (1, 2):
+        replies = relay.exchange({"a": b"x", "b": b"x"}, 5.0, 0.2, number)
+        assert replies["a"] == b"X"
+        assert str(replies["b"]) == "it did not answer within the deadline of 0.2 s"
+    assert 0.4 <= time.monotonic() - begin < 5.0
+    relay.exchange({"a": b"x", "b": b"x"}, 0.3, 0.2, 3)
+    replies = relay.exchange({"a": b"x", "b": b"x"}, 0.3, 0.2, 4)
+    assert "still busy with an earlier message" in str(replies["b"])
+    assert {(number, site) for number, site, _ in relay.times()} == {(number, "a") for number in (1, 2, 3, 4)}
+    sites.slow["b"].set()
+    until(lambda: not relay.lines["b"].is_busy)
+    times = {number: seconds for number, site, seconds in relay.times() if site == "b"}
+    assert times.keys() == {1, 2, 3, 4}
+    assert times[1] >= 0.4, "from when it was sent"
+    assert times[2] < times[1], "it was sent when the one before was done"
+    assert relay.times() == []
+
+
 def test_a_dead_site_costs_one_timeout_and_is_given_up(relay: Relay, sites: Sites) -> None:
     sites.dead.add("b")
     begin = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import pytest
@@ -43,6 +44,16 @@ def test_clients_are_sites_in_their_natural_order(job: Imagined) -> None:
     assert sites.exchange({0: b"a", 2: b"bc"}, 100) == {0: b"aa", 2: b"bcbc"}
     assert (sites.down, sites.up) == (3, 6)
     assert sites.label(2) == "client 2 (site-10)"
+
+
+def test_exchanges_are_timed(job: Imagined) -> None:
+    sites, exchanges = Sites(job, 5.0), deque[dict[int, float]]()
+    with sites.hurried(lambda: None, exchanges):
+        sites.exchange({0: b"a", 2: b"bc"}, 100)
+        sites.exchange({1: b"a"}, 100)
+    sites.exchange({0: b"a"}, 100)
+    assert [sorted(seconds) for seconds in exchanges] == [[0, 2], [1]]
+    assert all(0 <= seconds < 5 for each in exchanges for seconds in each.values())
 
 
 def test_an_answer_beyond_the_limit_is_an_error(job: Imagined) -> None:

@@ -33,15 +33,18 @@ class AdjointStart(Program):
     """`(x, y, w, relative) ↦ (direct, c)`: the direct gradient, like x, and `∇_y f/w`, one row a target.
 
     For the mean cost there is one target, and both are multiplied by the node's share of it, 1/n times its
-    relative weight. For every node's own cost there are n, and a node starts with its own row only.
+    relative weight. For every node's own cost there are n, and a node starts with its own row only. `whole`:
+    of all of the node's samples, not of a minibatch.
     """
 
     outer: Outer = eqx.field(static=True)
     nodes: int = eqx.field(static=True)
+    whole: bool = eqx.field(static=True, default=False)
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
         x, y, w, relative = values
-        f_x, f_y = me.f_x_and_y(x, y, me.batch("upper", me.key))
+        seen = me.with_batches_of(None) if self.whole else me
+        f_x, f_y = seen.f_x_and_y(x, y, seen.batch("upper", me.key))
         if self.outer == "own":
             mine = (jnp.arange(self.nodes) == me.id).astype(w.dtype)
             return f_x, jax.tree.map(lambda leaf: jnp.multiply.outer(mine.astype(leaf.dtype), leaf / w), f_y)

@@ -71,6 +71,8 @@ class PushAdjoint(eqx.Module):
         back: "debiased": what arrives, weighed by the receiver (needs links both ways); "reversed": the
             sender's weights of the opposite link (needs undirected links, exact where these are fixed).
         reduced: whether w̃ is carried and sent beside u (VR-HGP); without, (a, b) must be (1, 0).
+        whole: start from `∇f_i` of all of a node's samples, as the paper does, not of a minibatch. Where f
+            and g are one loss on the same samples, the mean `∇f` is nearly zero at rest: all noise.
 
     Cost a node and round: one g_xy and g_yy each (VR-HGP: two), on one batch if shared; a message of d_y
     scalars (VR-HGP: 2d_y) a link. Independent edges where the lower level steps before sending: two messages.
@@ -86,6 +88,7 @@ class PushAdjoint(eqx.Module):
     outer: Outer = eqx.field(static=True, default="global")
     back: Literal["debiased", "reversed"] = eqx.field(static=True, default="debiased")
     reduced: bool = eqx.field(static=True, default=False)
+    whole: bool = eqx.field(static=True, default=False)
 
     def __check_init__(self) -> None:
         if type(self.terms) is not int or self.terms < 0:
@@ -114,7 +117,7 @@ class PushAdjoint(eqx.Module):
         everyone = fed.everyone
         k_start, k_rounds = jr.split(key)
         point = *at[:3], everyone.relative_weights(alike=self.outer == "local")
-        start = everyone.run(AdjointStart(self.outer, fed.n), *point, key=k_start)
+        start = everyone.run(AdjointStart(self.outer, fed.n, self.whole), *point, key=k_start)
         begun = everyone.run(Begun(2 if self.reduced else 1), at.x, start[1], key=key)
 
         def body(index: Any, carry: tuple[At, At]) -> tuple[At, At]:

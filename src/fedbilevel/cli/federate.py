@@ -65,6 +65,9 @@ def federate(
     steps: Steps = None,
     min_clients: Annotated[int, typer.Option(help="Fewer answers in an exchange end the run.")] = 1,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for a site's answer.")] = 600.0,
+    deadline: Annotated[
+        float | None, typer.Option(help="Seconds after which an exchange goes on without who is late.")
+    ] = None,
     retries: Annotated[int, typer.Option(help="Repetitions of a message before a site is given up.")] = 2,
     resubmit: Annotated[int, typer.Option(help="New jobs in the place of one that was lost.")] = 10,
     again: Again = False,
@@ -85,7 +88,7 @@ def federate(
         only=only or (),
     )
     options: dict[str, Any] = {"min_clients": min_clients, "timeout": timeout, "retries": retries}
-    engine = NVFlare(env, sites=site or (), own_data=own, rejoin=True, **options)
+    engine = NVFlare(env, sites=site or (), own_data=own, rejoin=True, deadline=deadline, **options)
     folder = out or usual_folder(file, "-".join(filter(None, [preset, "federate"])))
     outcomes = _persist(todo, folder, engine, resubmit=resubmit, again=again, quiet=quiet)
     _summary(outcomes, engine)

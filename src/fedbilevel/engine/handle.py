@@ -78,10 +78,20 @@ class Queue:
         """Queue a value for the client's store."""
         self.add("put", ref.number, pack(tree, self.arrays)[0])
 
+    def like(self, spec: PyTree) -> Json:
+        """Shapes, dtypes and structure of a value that the client will get from others: a stack of none."""
+        none = jax.tree.map(lambda leaf: np.zeros((0, *leaf.shape), leaf.dtype), spec)
+        return pack(none, self.arrays)[0]
+
     @property
     def has_work(self) -> bool:
         """Whether the client is to compute something (and not merely to store or forget)."""
         return any(command[0] == "run" for command in self.commands)
+
+
+def spec_of_rows(stacked: PyTree) -> PyTree:
+    """The shapes and dtypes of a row of a stack, which may be one of no rows (see `Queue.like`)."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stacked)
 
 
 def spec_of(tree: PyTree) -> PyTree:

@@ -35,10 +35,11 @@ class Mailbox:
 
     def take(self, round: int, senders: Iterable[str], timeout: float) -> dict[str, bytes]:
         """Wait for the letters of a round and close it; who is missing in the result did not come in time."""
-        wanted = {(round, sender) for sender in senders}
+        wanted = {(round, sender): sender for sender in senders}
         with self._changed:
-            self._changed.wait_for(lambda: wanted <= self._letters.keys(), timeout)
-            found = {sender: self._letters[round, sender] for _, sender in wanted & self._letters.keys()}
+            self._changed.wait_for(lambda: wanted.keys() <= self._letters.keys(), timeout)
+            # In the order of the senders, so that sums have the same bits whoever was first.
+            found = {wanted[spot]: self._letters[spot] for spot in wanted if spot in self._letters}
             self._open_from = round + 1
             self._letters = {spot: letter for spot, letter in self._letters.items() if spot[0] > round}
         return found

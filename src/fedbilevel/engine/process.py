@@ -21,6 +21,7 @@ from fedbilevel.engine.configuration import (
     main_script,
     refuse_inside_client,
 )
+from fedbilevel.engine.hurry import REMEMBERED, Exchanges, Hurried, check_deadline, too_late
 from fedbilevel.engine.remote import RemoteFederation
 from fedbilevel.engine.session import agree
 from fedbilevel.problem.base import Problem
@@ -65,10 +66,9 @@ class Process(Engine):
             raise ValueError(
                 f"min_clients is {min_clients} and timeout is {timeout}; they must be at least 1 and above 0"
             )
-        if deadline is not None and not deadline > 0:
-            raise ValueError(f"deadline is {deadline}; it must be a number of seconds above 0")
+        check_deadline(deadline)
         self.min_clients, self.timeout, self.dropout, self.deadline = min_clients, timeout, dropout, deadline
-        self.exchanges: deque[dict[int, float]] = deque(maxlen=_REMEMBERED)
+        self.exchanges: Exchanges = deque(maxlen=REMEMBERED)
         self.factory, self.worker = factory, worker
         self._pool: Pool | None = None
 
@@ -102,23 +102,19 @@ class Process(Engine):
 _START = 120.0
 """Seconds that a new process has, at least, to import what it needs and answer for the first time."""
 
-_REMEMBERED = 10_000
-"""How many exchanges are remembered with the times they took."""
 
-
-class Pool:
+class Pool(Hurried):
     """Client processes and the connections to them."""
 
     def __init__(self, worker: str, timeout: float) -> None:
-        self.worker, self.timeout = worker, timeout
+        super().__init__(timeout)
+        self.worker = worker
         self.processes: list[subprocess.Popen[bytes]] = []
         self.connections: list[Any] = []
         self._threads = ThreadPoolExecutor(max_workers=1024)  # as many as there are clients, in fact
         self._starting: set[int] = set()
         self._talks: dict[int, Future[bytes]] = {}
         self._begun: dict[int, float] = {}
-        self._deadline: Callable[[], float | None] = lambda: None
-        self._exchanges: deque[dict[int, float]] = deque(maxlen=1)
 
     @property
     def alive(self) -> set[int]:
@@ -156,18 +152,6 @@ class Pool:
         replies = {c: late.get(c) or talk.exception() or talk.result() for c, talk in talks.items()}
         return {client: self._reply(client, reply) for client, reply in replies.items()}
 
-    @contextlib.contextmanager
-    def hurried(
-        self, deadline: Callable[[], float | None], exchanges: deque[dict[int, float]]
-    ) -> Iterator[None]:
-        """Inside, exchanges have a deadline, which may change, and the times they take are noted."""
-        before = self._deadline, self._exchanges
-        self._deadline, self._exchanges = deadline, exchanges
-        try:
-            yield
-        finally:
-            self._deadline, self._exchanges = before
-
     def _begin(self, client: int, message: bytes, limit: int, seconds: dict[int, float]) -> Future[bytes]:
         """A talk with a client, behind the last one if that is still going on; notes its time."""
         earlier, connection = self._talks.get(client), self.connections[client]
@@ -191,7 +175,7 @@ class Pool:
             if talk.done():
                 del self._talks[client]
             elif deadline < math.inf and time.monotonic() - self._begun.get(client, math.inf) < timeout:
-                late[client] = TimeoutError(f"it did not answer within the deadline of {deadline:g} s")
+                late[client] = TimeoutError(too_late(deadline))
             else:
                 self._give_up(client, talk)
                 late[client] = TimeoutError(f"it did not answer within {timeout:g} s and was given up")

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -22,7 +23,7 @@ from fedbilevel.engine.base import Session, Stepper, TooFewClientsError
 from fedbilevel.engine.handle import Numbers, Queue, Ref, spec_of
 from fedbilevel.engine.peers import push_directly
 from fedbilevel.engine.programs import programs_of
-from fedbilevel.engine.reply import Reply
+from fedbilevel.engine.reply import Reply, accepted
 from fedbilevel.engine.session import RemoteSession
 from fedbilevel.engine.wire import WireError, encode
 from fedbilevel.fed.cohort import Cohort
@@ -32,7 +33,7 @@ from fedbilevel.fed.place import At, Kept, Published
 from fedbilevel.fed.program import Program, ProgramError
 from fedbilevel.problem.base import Problem
 from fedbilevel.problem.oracle import Client
-from fedbilevel.tree import PyTree, all_finite, nbytes, row
+from fedbilevel.tree import PyTree, nbytes, row
 
 log = logging.getLogger("fedbilevel")
 
@@ -63,8 +64,9 @@ class Channel(Protocol):
     def peer(self, client: int) -> str:
         """What a client is called by its peers; "" where clients cannot reach each other."""
 
-    timeout: float
-    """Seconds to wait for an answer."""
+    @property
+    def patience(self) -> float:
+        """Seconds that an exchange waits for answers."""
 
 
 class RemoteFederation(Federation):
@@ -114,7 +116,8 @@ class RemoteFederation(Federation):
 
     def stacked(self, kept: Kept) -> PyTree:
         """Every client's kept value as rows; NaN for a client that is gone."""
-        rows, present = self.read(np.arange(self.n), kept.value, None)
+        with self.on_all_data():  # for a result or a checkpoint: of all clients, however late
+            rows, present = self.read(np.arange(self.n), kept.value, None)
         if present.all():
             return rows
         return jax.tree.map(lambda leaf: leaf.at[~present].set(jnp.nan), rows)
@@ -161,18 +164,10 @@ class RemoteFederation(Federation):
 
     def _accepted(self, replies: dict[int, Reply], ref: Ref) -> dict[int, PyTree]:
         """The values that may enter a mean; whoever sent another one is reported."""
-        values = {}
-        for client, reply in replies.items():
-            try:
-                values[client] = reply.value(ref.spec)
-            except WireError as error:
-                self.report(client, str(error), ref.origin)
-        finite = {client: value for client, value in values.items() if bool(all_finite(value))}
-        if not finite:
-            return values  # where nobody's is finite the run itself has diverged, and shall see it
-        for client in sorted(values.keys() - finite.keys()):
-            self.report(client, "its answer holds a NaN or an infinity", ref.origin)
-        return finite
+        values, refused = accepted({c: partial(reply.value, ref.spec) for c, reply in replies.items()})
+        for client, reason in refused.items():
+            self.report(client, reason, ref.origin)
+        return values
 
     def flush(self, ids: Iterable[int], expected: int = 0, origin: str = "") -> dict[int, Reply]:
         """Send the queues of these clients and wait; books what their programs spent."""

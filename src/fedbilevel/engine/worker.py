@@ -7,6 +7,7 @@ import runpy
 import sys
 import types
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,14 +16,19 @@ import numpy as np
 
 from fedbilevel.data.clients import DataError
 from fedbilevel.engine.agreement import Agreement
+from fedbilevel.engine.handle import spec_of_rows
 from fedbilevel.engine.mailbox import Mailbox, Post
 from fedbilevel.engine.own_data import Levels, OwnData, assembled, own_levels, report
 from fedbilevel.engine.programs import names, programs_of
+from fedbilevel.engine.reply import accepted, letter_value
 from fedbilevel.engine.wire import WireError, decode, encode
 from fedbilevel.fed.ledger import Counts, Entry, as_arrays, metering
-from fedbilevel.portable import Array, Json, imported, loaded, pack, unpack
+from fedbilevel.portable import Array, Json, imported, loaded, unpack
 from fedbilevel.problem.oracle import Client
 from fedbilevel.tree import PyTree, add, scale
+
+_MYSELF = ""
+"""The name of a client among its peers' letters: no peer has it."""
 
 _VERBS = ("put", "keep", "free", "run", "push", "add")
 """The commands that are answered by nothing."""
@@ -59,7 +65,7 @@ class Worker:
         self.script, self.agreement = script, agreement
         self.mailbox = Mailbox()
         self.post: Post = _no_peers
-        self._levels = functools.cache(functools.partial(_own_levels, data, site))
+        self._levels = functools.cache(partial(_own_levels, data, site))
         self.store: dict[int, Any] = {}
         self.spent: dict[Entry, int] = {}
 
@@ -140,16 +146,18 @@ class Worker:
         if verb == "get":
             return self._get(rest[0], reply)
         if verb == "receive":
-            return self._receive(*rest)
+            return self._receive(arrays, *rest)
         if verb not in _VERBS:
             raise WireError(f"{verb!r} is no command")
         getattr(self, f"_{verb}")(*rest, arrays=arrays)
         return None
 
     def _put(self, ref: int, structure: Json, arrays: list[Array]) -> None:
+        self.store[ref] = jax.tree.map(jnp.asarray, self._unpacked(structure, arrays))
+
+    def _unpacked(self, structure: Json, arrays: list[Array]) -> PyTree:
         # With an agreement only what it needed is imported; a value brings no module of its own.
-        find = self._named if self.agreement is None else loaded
-        self.store[ref] = jax.tree.map(jnp.asarray, unpack(structure, arrays, find))
+        return unpack(structure, arrays, self._named if self.agreement is None else loaded)
 
     def _keep(self, ref: int, new: Json, old: Json, arrays: list[Array]) -> None:
         value = self._find(new)
@@ -187,29 +195,45 @@ class Worker:
             self.spent[entry] = self.spent.get(entry, 0) + int(times)
 
     def _push(self, round: int, value: Json, peers: list[str], arrays: list[Array]) -> None:
-        found = self._find(value)
         # An empty letter says that there is nothing, so that nobody waits for more.
-        letter = b"" if isinstance(found, Broken) else encode(*pack(jax.tree.map(np.asarray, found)))
+        letter = b"" if isinstance(self._find(value), Broken) else self._letter(value)
         self.mailbox.send(self.post, round, peers, letter)
 
-    def _receive(
-        self, ref: int, round: int, own: Json, own_weight: float, senders: list[Json], seconds: float
-    ) -> Json:
-        """`Σ_j W_ij in_j` of what came in time; says who is missing, and why it sent nothing itself."""
-        weights = dict(senders)
-        letters = self.mailbox.take(round, weights, seconds)
-        parts = [(weights[sender], self._letter(letter)) for sender, letter in letters.items() if letter]
-        mine, broken = self._find(own), {}
-        if isinstance(mine, Broken):
-            broken = {"broken": mine.reason}
-        else:
-            parts.append((own_weight, mine))
-        self.store[ref] = _mixed(parts)
-        return {"missing": [sender for sender in weights if sender not in letters]} | broken
+    def _letter(self, value: Json) -> bytes:
+        """A value for peers, told as it would be told to the server."""
+        arrays: list[Array] = []
+        return encode(self._get(value, arrays), arrays)
 
-    def _letter(self, message: bytes) -> PyTree:
-        """What a peer sent: only classes that this process has imported already are made of it."""
-        return unpack(*decode(message), loaded)
+    def _receive(
+        self,
+        arrays: list[Array],
+        ref: int,
+        round: int,
+        own: Json,
+        own_weight: float,
+        senders: list[Json],
+        seconds: float,
+        like: Json,
+    ) -> Json:
+        """`Σ_j W_ij in_j` of what came in time and can be right; says who is missing or refused, and why.
+
+        What it has itself is checked like the others': a NaN of its own must not spoil what it hears.
+        """
+        weights, spec = dict(senders), spec_of_rows(self._unpacked(like, arrays))
+        letters = self.mailbox.take(round, weights, seconds)
+        read = {name: partial(letter_value, letter, spec) for name, letter in letters.items() if letter}
+        values, refused = accepted(read | {_MYSELF: partial(self._own, own)})
+        shares = weights | {_MYSELF: own_weight}
+        self.store[ref] = _mixed([(shares[name], value) for name, value in values.items()])
+        broken = {"broken": refused.pop(_MYSELF)} if _MYSELF in refused else {}
+        missing = [sender for sender in weights if sender not in letters]
+        return {"missing": missing, "refused": refused} | broken
+
+    def _own(self, value: Json) -> PyTree:
+        found = self._find(value)
+        if isinstance(found, Broken):
+            raise WireError(found.reason)
+        return found
 
     def _add(self, ref: int, value: Json, weight: float, arrays: list[Array]) -> None:
         before = self.store[ref]

@@ -9,6 +9,9 @@ each times a number a channel. `benchmarks/convolution.py` and `benchmarks/depth
 
 from __future__ import annotations
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -39,9 +42,10 @@ def convolve(
         >>> convolve(image, middle).ravel().tolist()
         [0.0, 2.0, 4.0, 6.0]
     """
-    # The order of the shifts is that of the kernel's first two axes.
-    side_by_side = jnp.concatenate(_shifted(images, weight.shape[0], stride, pad), axis=-1)
-    return side_by_side @ weight.reshape(-1, weight.shape[-1])
+    seen = _patches(images, weight.shape[0], stride, pad)
+    # A product of two matrices: with more axes XLA would copy the transpose of one of them for the gradient.
+    flat = seen.reshape(-1, seen.shape[-1]) @ weight.reshape(-1, weight.shape[-1])
+    return flat.reshape(*seen.shape[:3], -1)
 
 
 def convolve_depthwise(
@@ -57,12 +61,14 @@ def convolve_depthwise(
         >>> convolve_depthwise(image, middle).ravel().tolist()
         [0.0, 10.0, 2.0, 30.0]
     """
-    kernel = weight.reshape(-1, weight.shape[-1])
-    shifted = _shifted(images, weight.shape[0], stride, pad=True)
-    total = shifted[0] * kernel[0]
-    for part, own in zip(shifted[1:], kernel[1:], strict=True):
-        total = total + part * own
-    return total
+    size = weight.shape[0]
+    rows = _shifted(_bordered(images, size, stride, pad=True), 1, size, stride)
+    parts = [
+        part * own
+        for row, kernels in zip(rows, weight, strict=True)
+        for part, own in zip(_shifted(row, 2, size, stride), kernels, strict=True)
+    ]
+    return functools.reduce(operator.add, parts)
 
 
 def group_norm(
@@ -82,8 +88,8 @@ def pool(
     """The largest of every 2 × 2 pixels; an odd last row or column is left out.
 
     By pairs of a reshaped array: the gradient of a maximum over axes looks for the entries that equal it, and
-    divides by zero where a compiler has rounded an entry in another way than the maximum. Equal pixels of a
-    pair share the gradient.
+    divides by zero where a compiler has rounded an entry in another way than the maximum. Of equal pixels the
+    first gets the gradient.
 
     Example:
         >>> pool(jnp.arange(20.0).reshape(1, 4, 5, 1)).ravel().tolist()
@@ -92,8 +98,8 @@ def pool(
     count, height, width, channels = images.shape
     whole = images[:, : height // 2 * 2, : width // 2 * 2]
     squares = whole.reshape(count, height // 2, 2, width // 2, 2, channels)
-    rows = jnp.maximum(squares[:, :, 0], squares[:, :, 1])
-    return jnp.maximum(rows[:, :, :, 0], rows[:, :, :, 1])
+    rows = _larger(squares[:, :, 0], squares[:, :, 1])
+    return _larger(rows[:, :, :, 0], rows[:, :, :, 1])
 
 
 def first_kernel(key: jax.Array, shape: tuple[int, ...], summed: int) -> jax.Array:
@@ -107,16 +113,32 @@ def first_kernel(key: jax.Array, shape: tuple[int, ...], summed: int) -> jax.Arr
     return (2 / summed) ** 0.5 * jr.normal(key, shape)
 
 
-def _shifted(images: jax.Array, size: int, stride: int, pad: bool) -> list[jax.Array]:
-    """What each of the `size × size` weights of a kernel is multiplied by, row after row of the kernel."""
+def _larger(a: jax.Array, b: jax.Array) -> jax.Array:
+    """`max(a, b)`; the gradient of `jnp.maximum` divides, to share it among equal entries: half as fast."""
+    return jnp.where(a >= b, a, b)
+
+
+def _patches(images: jax.Array, size: int, stride: int, pad: bool) -> jax.Array:
+    """What a kernel sees at every place, side by side, in the order of the kernel's first three axes.
+
+    First what it sees in a row, then in all rows: the gradient adds twice `size` arrays, not `size²`.
+    """
+    rows = jnp.concatenate(_shifted(_bordered(images, size, stride, pad), 2, size, stride), axis=-1)
+    return jnp.concatenate(_shifted(rows, 1, size, stride), axis=-1)
+
+
+def _bordered(images: jax.Array, size: int, stride: int, pad: bool) -> jax.Array:
+    """Images with half a kernel of zeros around them, if there shall be any."""
     if size % 2 == 0 or stride not in (1, 2):
         raise ValueError(
             f"a kernel of size {size} with stride {stride}; the size must be odd, so that the kernel has a "
             "middle, and the stride 1 or 2"
         )
     border = size // 2 if pad else 0
-    padded = jnp.pad(images, ((0, 0), (border, border), (border, border), (0, 0)))
-    height, width = (n - size + 1 for n in padded.shape[1:3])
-    return [
-        padded[:, i : i + height : stride, j : j + width : stride] for i in range(size) for j in range(size)
-    ]
+    return jnp.pad(images, ((0, 0), (border, border), (border, border), (0, 0)))
+
+
+def _shifted(images: jax.Array, axis: int, size: int, stride: int) -> list[jax.Array]:
+    """What each of the weights of a kernel is multiplied by, along one axis."""
+    end = images.shape[axis] - size + 1
+    return [jax.lax.slice_in_dim(images, i, i + end, stride, axis) for i in range(size)]

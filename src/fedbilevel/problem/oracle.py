@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any
 
 import equinox as eqx
@@ -14,6 +15,10 @@ from fedbilevel.data.clients import Clients
 from fedbilevel.fed.ledger import Entry, count
 from fedbilevel.problem.base import OnFeatures, Problem, Separable, objective
 from fedbilevel.tree import PyTree
+
+_FEW = 4
+"""Up to so many vectors are multiplied one after another. A stack of them makes stacks of matrix products,
+whose transposes XLA copies on a CPU, in the place of folding them into the products."""
 
 
 class Client:
@@ -115,9 +120,9 @@ class Client:
         return jax.tree.map(lambda leaf: leaf[0] - leaf[1], slopes)
 
     def g_yy(self, x: PyTree, y: PyTree, v: PyTree, batch: Batch) -> PyTree:
-        """`H_i v = ∇²_yy g_i · v`, like y: forward over reverse, about two gradients."""
+        """`H_i v = ∇²_yy g_i · v`, like y: reverse over forward, about two gradients."""
         self._count(batch, "g_yy")
-        return jax.jvp(lambda y: self._g_y(x, y, batch), (y,), (v,))[1]
+        return jax.grad(self._slope, argnums=1)(x, y, v, batch)
 
     def g_xy(self, x: PyTree, y: PyTree, v: PyTree, batch: Batch) -> PyTree:
         """`J_i v = ∇_x ⟨∇_y g_i(x, y), v⟩`, like x: reverse over forward, about two gradients."""
@@ -177,4 +182,14 @@ def _many(vectors: PyTree) -> int:
 
 
 def _each(product: Any, x: PyTree, y: PyTree, vectors: PyTree, batch: Batch) -> PyTree:
-    return jax.vmap(jax.vmap(lambda v: product(x, y, v, batch)))(vectors)
+    """The product with every vector of a stack with two leading axes."""
+
+    def one(v: PyTree) -> PyTree:
+        return product(x, y, v, batch)
+
+    if (many := _many(vectors)) > _FEW:
+        return jax.vmap(jax.vmap(one))(vectors)
+    rows = jax.tree.leaves(vectors)[0].shape[:2]
+    flat = jax.tree.map(lambda leaf: leaf.reshape(many, *leaf.shape[2:]), vectors)
+    found = [one(jax.tree.map(operator.itemgetter(place), flat)) for place in range(many)]
+    return jax.tree.map(lambda *own: jnp.stack(own).reshape(*rows, *own[0].shape), *found)

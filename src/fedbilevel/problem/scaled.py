@@ -86,9 +86,9 @@ class ScaledConvolution(Model):
     def __call__(self, parameters: PyTree, inputs: jax.Array) -> jax.Array:
         weight = parameters["weight"]
         there = jnp.any(weight != 0, axis=(0, 1, 2))
+        if self.scaled:  # the weights, which are fewer than what comes out
+            weight = weight * (self.filters / jnp.maximum(jnp.sum(there), 1)).astype(weight.dtype)
         z = self._convolve(inputs, weight)
-        if self.scaled:
-            z = z * (self.filters / jnp.maximum(jnp.sum(there), 1)).astype(z.dtype)
         if self.norm == "none":
             return z + parameters["bias"]
         normal = _within_batch(z) if self.norm == "batch" else _within_sample(z, there)

@@ -222,8 +222,10 @@ def ratios_setting(value: Any) -> Any:
 
 def best(scores: Float[Array, " kernels"], count: Any) -> Bool[Array, " kernels"]:
     """Which are the `count` largest scores, the first of equals; `count` may be known at run time only."""
-    rank = jnp.argsort(jnp.argsort(-scores))
-    return rank < count
+    # By the least score that is held: ranks would take two sorts that carry places along.
+    least = jnp.sort(scores)[scores.size - count]
+    above, equal = scores > least, scores == least
+    return above | (equal & (jnp.cumsum(equal) <= count - jnp.sum(above)))
 
 
 def kernels_in(problem: Any, input_shape: Shape | None = None) -> Kernels:

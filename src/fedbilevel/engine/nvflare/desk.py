@@ -44,7 +44,9 @@ class Desk:
         replies: dict[str, bytes | Exception] = {}
         if body["do"] == "exchange":
             messages = {site: array.tobytes() for site, array in zip(body["sites"], arrays, strict=True)}
-            replies = self.relay.exchange(messages, body["timeout"])
+            replies = self.relay.exchange(
+                messages, body["timeout"], body.get("deadline"), body.get("number", 0)
+            )
         elif body["do"] == "drop":
             self.relay.lines[body["site"]].give_up("it was given up")
         elif body["do"] == "renew":
@@ -59,9 +61,15 @@ class Desk:
         for site in [site for site, reply in answers.items() if len(reply) > limit]:
             errors[site] = f"it sent {len(answers.pop(site))} bytes, and at most {limit} are expected"
         lines = self.relay.lines
-        behind = [site for site, line in lines.items() if line.is_behind]
-        body = {"sites": sorted(lines), "alive": sorted(self.relay.alive), "behind": behind, "errors": errors}
-        return encode(body | {"answers": list(answers)}, [bytes_array(reply) for reply in answers.values()])
+        behind = [site for site, line in lines.items() if line.is_busy]
+        body: Json = {
+            "sites": sorted(lines),
+            "alive": sorted(self.relay.alive),
+            "behind": behind,
+            "errors": errors,
+        }
+        body |= {"answers": list(answers), "times": self.relay.times()}
+        return encode(body, [bytes_array(reply) for reply in answers.values()])
 
 
 def bytes_array(message: bytes) -> Any:

@@ -6,12 +6,14 @@ import contextlib
 import importlib.util
 import os
 import pathlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Self
 
 from fedbilevel.data.clients import Clients, DataError
 from fedbilevel.engine.base import Engine, Session, Stepper, check_dropout
 from fedbilevel.engine.configuration import configuration, refuse_inside_client
+from fedbilevel.engine.hurry import REMEMBERED, Exchanges, check_deadline
 from fedbilevel.engine.nvflare.job import Job, JobLostError, SimulatedJob
 from fedbilevel.engine.nvflare.premises import Premises
 from fedbilevel.engine.nvflare.sites import Sites
@@ -50,6 +52,9 @@ class NVFlare(Engine):
             when it has caught up; nobody waits for it a second time meanwhile.
         retries: how often a message is repeated, each time for `timeout` seconds and while the others go on,
             before the site is given up for the session.
+        deadline: seconds after which an exchange goes on without those who have not answered (as in
+            `Simulator`). They finish what they were asked, and are waited for as long in the next one. In
+            its first exchange a site compiles its programs, which takes time too.
         dropout: probability that a client does not answer after a local computation (as in `Simulator`).
         factory: an importable function that makes the problem; default: the problem's own functions
             are sent by name, so they must be importable themselves.
@@ -59,6 +64,11 @@ class NVFlare(Engine):
 
     A job that ends by itself (its server or a site's worker was killed) raises `JobLostError`. A run with
     checkpoints then goes on where it was: `fedbilevel federate` does that by itself.
+
+    Attributes:
+        exchanges: for each of the last exchanges how many seconds each site took, as the NVFlare server sees
+            it, `{client: seconds}`; of one that is late, once it is done. `Link.measured` makes a simulated
+            link of them.
     """
 
     def __init__(
@@ -71,12 +81,14 @@ class NVFlare(Engine):
         min_clients: int = 1,
         timeout: float = 600.0,
         retries: int = 2,
+        deadline: float | None = None,
         dropout: float = 0.0,
         factory: Callable[[], Problem] | None = None,
         start_timeout: float = 300.0,
         rejoin: bool = False,
     ) -> None:
         check_dropout(dropout)
+        check_deadline(deadline)
         if min_clients < 1 or timeout <= 0 or retries < 0:
             raise ValueError(
                 f"min_clients is {min_clients}, timeout {timeout} and retries {retries}; "
@@ -85,7 +97,8 @@ class NVFlare(Engine):
         self.env, self.names = env, tuple(sites)
         self.own_data, self.data = own_data, data
         self.min_clients, self.timeout, self.retries = min_clients, timeout, retries
-        self.dropout, self.factory = dropout, factory
+        self.deadline, self.dropout, self.factory = deadline, dropout, factory
+        self.exchanges: Exchanges = deque(maxlen=REMEMBERED)
         self.start_timeout, self.rejoin = start_timeout, rejoin
         self._stays, self._before = False, (0, 0)
         self._reports: dict[str, tuple[Json, list[Array]]] = {}
@@ -138,7 +151,9 @@ class NVFlare(Engine):
             for client in sorted(set(range(clients.n)) - sites.alive):
                 federation.report(client, "it was not connected when the job began")
             agree(federation, configure)
-            yield federation.compile(stepper)
+            # An evaluation is of all clients, however late.
+            with sites.hurried(lambda: None if federation.whole else self.deadline, self.exchanges):
+                yield federation.compile(stepper)
         except JobLostError:
             self._end_job()  # the next session begins a new one
             raise

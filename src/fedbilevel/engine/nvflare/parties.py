@@ -75,6 +75,8 @@ class Site:
     @collab.publish  # type: ignore[untyped-decorator]
     def deliver(self, round: int, message: bytes) -> bool:
         """Take a peer's letter; False: that round is over here."""
+        if not isinstance(message, bytes):
+            raise TypeError(f"a letter is bytes, and not {type(message).__name__}")
         worker = self._worker
         return worker is not None and worker.mailbox.put(round, collab.caller, message)
 

@@ -8,24 +8,39 @@ when it answers again it works that off and takes part in the next exchange.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
+
+from fedbilevel.engine.hurry import too_late
 
 Call: TypeAlias = Callable[[str, int, bytes, float], bytes]
 """`call(site, number, message, timeout)` is what a site answers, or raises (`TimeoutError`, if too late)."""
 
 _PAUSE = 1.0
 """Seconds before a site that cannot be reached is called again."""
+_TIMES = 10_000
+"""How many times of answers wait to be asked for."""
 _MOST_WAITING = 256 << 20
 """Bytes that may wait for a site that does not answer; beyond it the site is given up."""
 
 
 class LineError(RuntimeError):
     """Why there is no answer; its text goes on from "client 3: ..."."""
+
+
+class Message(NamedTuple):
+    """A message under way: its content, how long a call may take, its exchange, and the answer to come."""
+
+    content: bytes
+    timeout: float
+    exchange: int
+    answer: Future[bytes]
 
 
 class Line:
@@ -35,31 +50,52 @@ class Line:
         site: its name.
         call: reaches it.
         retries: how often a message is repeated before the site is given up.
+
+    Attributes:
+        begun: when the message that the site is busy with was sent; infinity if there is none.
+        times: of answers that nobody has asked for yet: the exchange, and the seconds that it took.
     """
 
     def __init__(self, site: str, call: Call, retries: int) -> None:
         self.site, self.call, self.retries = site, call, retries
         self.number, self.waiting, self.given_up = 0, 0, ""
-        self._messages: queue.SimpleQueue[tuple[bytes, float, Future[bytes]] | None] = queue.SimpleQueue()
+        self.begun, self.times = math.inf, deque[tuple[int, float]](maxlen=_TIMES)
+        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._open: set[Future[bytes]] = set()
+        self._left = False
         threading.Thread(target=self._work, name=f"line to {site}", daemon=True).start()
 
     @property
-    def is_behind(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether an earlier message is not answered yet."""
         return any(not answer.done() for answer in self._open)
 
-    def submit(self, message: bytes, timeout: float) -> Future[bytes]:
+    @property
+    def is_behind(self) -> bool:
+        """Whether nobody waits for it any more, until it is done with all that it was sent."""
+        return self._left and self.is_busy
+
+    @property
+    def busy_for(self) -> float:
+        """For how many seconds it has been busy with its message; minus infinity if it is not."""
+        return time.monotonic() - self.begun
+
+    def leave(self) -> None:
+        """Wait no longer."""
+        self._left = True
+
+    def submit(self, message: bytes, timeout: float, exchange: int = 0) -> Future[bytes]:
         """The answer to come."""
         answer: Future[bytes] = Future()
         if self.given_up:
             answer.set_exception(LineError(self.given_up))
             return answer
+        self._left = self.is_behind
         self._open = {earlier for earlier in self._open if not earlier.done()} | {answer}
         self.waiting += len(message)
         if self.waiting > _MOST_WAITING:
             self.give_up(f"it was given up: {self.waiting >> 20} MB wait for it, and it does not answer")
-        self._messages.put((message, timeout, answer))
+        self._messages.put(Message(message, timeout, exchange, answer))
         return answer
 
     def give_up(self, reason: str) -> None:
@@ -76,14 +112,17 @@ class Line:
         self._messages.put(None)
 
     def _work(self) -> None:
-        while (item := self._messages.get()) is not None:
-            message, timeout, answer = item
+        while (message := self._messages.get()) is not None:
             self.number += 1
+            self.begun = time.monotonic()
             try:
-                answer.set_result(self._deliver(message, timeout))
+                reply = self._deliver(message.content, message.timeout)
+                self.times.append((message.exchange, time.monotonic() - self.begun))
+                message.answer.set_result(reply)
             except Exception as error:  # told to whoever waits for the answer
-                answer.set_exception(error)
-            self.waiting -= len(message)
+                message.answer.set_exception(error)
+            self.begun = math.inf
+            self.waiting -= len(message.content)
 
     def _deliver(self, message: bytes, timeout: float) -> bytes:
         last = ""
@@ -112,12 +151,39 @@ class Relay:
         """The sites that are not given up; one that is merely behind is among them."""
         return {site for site, line in self.lines.items() if not line.given_up}
 
-    def exchange(self, messages: Mapping[str, bytes], timeout: float) -> dict[str, bytes | Exception]:
-        """Send each site its message and wait for the answers of those that are not behind."""
-        behind = {site for site in messages if self.lines[site].is_behind}
-        answers = {site: self.lines[site].submit(message, timeout) for site, message in messages.items()}
-        wait([answer for site, answer in answers.items() if site not in behind], timeout)
-        return {site: _outcome(answer, site in behind, timeout) for site, answer in answers.items()}
+    def exchange(
+        self, messages: Mapping[str, bytes], timeout: float, deadline: float | None = None, number: int = 0
+    ) -> dict[str, bytes | Exception]:
+        """Send each site its message and wait for the answers of those that are not behind.
+
+        Who has not answered within `timeout` is behind. Who has only missed a deadline is not: it is waited
+        for in the next exchange, too, as in a simulation.
+
+        Args:
+            messages: by site.
+            timeout: seconds that a call may take.
+            deadline: seconds to wait, if these are fewer.
+            number: of the exchange, for `times`.
+        """
+        lines = {site: self.lines[site] for site in messages}
+        patience = timeout if deadline is None else min(timeout, deadline)
+        behind = {site for site, line in lines.items() if line.is_behind}
+        answers = {site: lines[site].submit(message, timeout, number) for site, message in messages.items()}
+        wait([answer for site, answer in answers.items() if site not in behind], patience)
+        for site, answer in answers.items():
+            if not answer.done() and (patience == timeout or lines[site].busy_for >= timeout):
+                lines[site].leave()
+        reason = f"it did not answer within {timeout:g} s" if patience == timeout else too_late(patience)
+        return {site: _outcome(answer, site in behind, reason) for site, answer in answers.items()}
+
+    def times(self) -> list[tuple[int, str, float]]:
+        """Of the answers since the last call: the exchange, the site, and the seconds that it took."""
+        found = []
+        for site, line in self.lines.items():
+            while line.times:
+                exchange, seconds = line.times.popleft()
+                found.append((exchange, site, seconds))
+        return found
 
     def renew(self) -> None:
         """Give every site another chance."""
@@ -130,9 +196,9 @@ class Relay:
             line.close()
 
 
-def _outcome(answer: Future[bytes], behind: bool, timeout: float) -> bytes | Exception:
+def _outcome(answer: Future[bytes], behind: bool, reason: str) -> bytes | Exception:
     if answer.done():
         return answer.exception() or answer.result()  # type: ignore[return-value]
     if behind:
         return LineError("it is still busy with an earlier message")
-    return LineError(f"it did not answer within {timeout:g} s")
+    return LineError(reason)

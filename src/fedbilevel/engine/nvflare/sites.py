@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from fedbilevel.engine.hurry import REMEMBERED, Hurried
 from fedbilevel.engine.nvflare.desk import bytes_array
 from fedbilevel.engine.nvflare.job import Job, JobLostError
 from fedbilevel.engine.wire import decode, encode
@@ -16,7 +17,7 @@ _LOOK = 20.0
 """Seconds between two looks whether lost sites are back."""
 
 
-class Sites:
+class Sites(Hurried):
     """The sites of a job as clients of a federation.
 
     Args:
@@ -30,7 +31,9 @@ class Sites:
     """
 
     def __init__(self, job: Job, timeout: float, names: Sequence[str] = (), *, rejoin: bool = False) -> None:
-        self.job, self.timeout, self.rejoin = job, timeout, rejoin
+        super().__init__(timeout)
+        self.job, self.rejoin = job, rejoin
+        self._number, self._timed = 0, dict[int, dict[int, float]]()
         self._looked = time.monotonic()
         self.down = self.up = 0
         self._told = self._ask({"do": "tell"})[0]
@@ -50,12 +53,26 @@ class Sites:
         self._look_for_returned()
         names = [self.names[client] for client in messages]
         body = {"do": "exchange", "sites": names, "timeout": self.timeout, "limit": limit}
+        body |= {"deadline": self._deadline(), "number": self._new_number()}
         self._told, arrays = self._ask(body, [bytes_array(message) for message in messages.values()])
+        self._note_times()
         replies: dict[str, Any] = {name: OSError(text) for name, text in self._told["errors"].items()}
         replies |= {name: array.tobytes() for name, array in zip(self._told["answers"], arrays, strict=True)}
         self.down += sum(map(len, messages.values()))
         self.up += sum(array.size for array in arrays)
         return {client: replies[self.names[client]] for client in messages}
+
+    def _new_number(self) -> int:
+        """The number of an exchange whose times will be noted, also of those who are late."""
+        self._number += 1
+        self._exchanges.append(self._timed.setdefault(self._number, {}))
+        self._timed.pop(self._number - REMEMBERED, None)
+        return self._number
+
+    def _note_times(self) -> None:
+        for number, name, seconds in self._told["times"]:
+            if number in self._timed:
+                self._timed[number][self.names.index(name)] = seconds
 
     def drop(self, client: int) -> None:
         self._told = self._ask({"do": "drop", "site": self.names[client]})[0]
