@@ -42,18 +42,21 @@ def best_seconds(ways: Mapping[str, Compute], arguments: tuple[Any, ...] = (), r
     return {name: min(turn[name] for turn in turns) for name in ways}
 
 
-def compare(ways: Mapping[str, Compute], arguments: tuple[Any, ...], **about: Any) -> dict[str, float]:
+def compare(
+    ways: Mapping[str, Compute], arguments: tuple[Any, ...], repeats: int = REPEATS, **about: Any
+) -> dict[str, float]:
     """Print a line of JSON for each way: how long it takes, and how many times as fast as the first it is.
 
     Args:
         ways: what to time, by name.
         arguments: what each is called with.
+        repeats: how often.
         **about: what else the lines shall say.
 
     Returns:
         the best seconds of each way.
     """
-    best: dict[str, float] = best_seconds(ways, arguments)
+    best: dict[str, float] = best_seconds(ways, arguments, repeats)
     base = next(iter(best.values()))
     for name, value in best.items():
         figures = {"milliseconds": round(1e3 * value, 1), "times_as_fast": round(base / value, 2)}

@@ -115,11 +115,14 @@ def global_field(q):
 def local_field(q, rate, terms):
     """`(∇_x f_i − J_i u, ∇_y g_i)` with `u = τ Σ_{j≤Q} (I − τH_i)^j ∇_y f_i`."""
 
+    def series(left):
+        return rate * sum(np.linalg.matrix_power(left, j) for j in range(terms + 1))
+
+    inverses = [series(np.eye(DY) - rate * A) for A in q.A]
+
     def at(i, z):
         f_x, f_y, g_y = gradients(q, i, *z)
-        left = np.eye(DY) - rate * q.A[i]
-        u = rate * sum(np.linalg.matrix_power(left, j) @ f_y for j in range(terms + 1))
-        return f_x + q.B[i].T @ u, g_y
+        return f_x + q.B[i].T @ (inverses[i] @ f_y), g_y
 
     return at
 

@@ -1,5 +1,6 @@
 """ZeroFL, FedDST and Flash by hand: a round of each in plain numpy, client by client."""
 
+import functools
 import math
 
 import jax
@@ -37,8 +38,14 @@ def top(scores, count):
     return mask.reshape(scores.shape)
 
 
+@functools.cache
+def budget_of(ratio):
+    """How many numbers of each leaf a client of this width holds."""
+    return budget(kernels_in(problem()), ratio)
+
+
 def counts(client):
-    return dict(zip(NAMES, budget(kernels_in(problem()), RATIOS[client]), strict=True))
+    return dict(zip(NAMES, budget_of(RATIOS[client]), strict=True))
 
 
 def largest(y, client):
@@ -136,7 +143,7 @@ def warmed_up(y, gradient):
 
 
 def held_weights(ratio):
-    return sum(budget(kernels_in(problem()), ratio)[1:])
+    return sum(budget_of(ratio)[1:])
 
 
 def dense_where(y, shares, ratio):

@@ -14,7 +14,7 @@ import pytest
 from experiment.tiny import SADDLE, changed, checkpoints, manifest, rows, same_run, write
 from fedbilevel import load
 
-LONG = changed(SADDLE, ("steps = 6", "steps = 400"), ("every = 2", "every = 1"))
+LONG = changed(SADDLE, ("steps = 6", "steps = 150"), ("every = 2", "every = 1"))
 
 
 def stopped_at(line: int, how: signal.Signals, folder: pathlib.Path, *arguments: str) -> tuple[int, str]:
@@ -43,14 +43,14 @@ def test_killed_damaged_and_interrupted_it_ends_in_the_same_bits(fedbilevel: Any
     content = bytearray(newest.read_bytes())
     content[100] ^= 255
     newest.write_bytes(content)
-    code, err = stopped_at(killed + 20, signal.SIGINT, folder, "resume", "o")
+    code, err = stopped_at(killed + 5, signal.SIGINT, folder, "resume", "o")
     interrupted = len(rows_so_far(folder))
     assert code == 130
     assert "fedbilevel resume o" in err
     assert "Traceback" not in err
     assert sum(newest.name in line for line in err.splitlines()) == 1, "one line about the damage"
     assert manifest(folder / "seed-0")["status"] == "interrupted"
-    assert 5 <= killed < killed + 20 <= interrupted < 400
+    assert 5 <= killed < killed + 5 <= interrupted < 150
 
     assert fedbilevel("resume", "o").code == 0
     assert fedbilevel("run", file, "-o", "whole").code == 0

@@ -7,11 +7,14 @@ As many host devices as XLA_FLAGS says; one of several processes if the environm
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import pathlib
 import re
 import sys
+import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,8 +23,12 @@ import numpy as np
 
 import fedbilevel as fb
 from conform.compare import run
+from experiment.tiny import IMAGES, changed, plan
 from fedbilevel.engine.mesh import engine as mesh
 from fedbilevel.engine.mesh.shard import split_kept
+from fedbilevel.experiment.build import build
+from fedbilevel.experiment.config import Plan
+from fedbilevel.experiment.runner import run_all
 
 
 def session_of(algorithm: Any, samples: int) -> Any:
@@ -88,6 +95,35 @@ def load_own(folder: pathlib.Path) -> None:
         result.save(folder / "loaded.npz")
 
 
+def images(folder: pathlib.Path, engine: str) -> Plan:
+    """Four clients that share all of a data set's images."""
+    text = changed(IMAGES, ("[data.long_tail]\nmost = 20\nfactor = 0.5\n", ""))
+    return plan(folder, text, engine=engine)
+
+
+def held(make: Callable[[], Any]) -> tuple[Any, int]:
+    """What a function makes, and how many bytes are in use more than before: numpy's and JAX's."""
+    before = {id(array) for array in jax.live_arrays()}
+    tracemalloc.start()
+    made = make()
+    gc.collect()
+    used = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return made, used + sum(array.nbytes for array in jax.live_arrays() if id(array) not in before)
+
+
+def run_file(folder: pathlib.Path) -> None:
+    """An experiment file: what each process holds of its data, and what comes out."""
+    own = folder / f"process-{jax.process_index()}"
+    own.mkdir()
+    described = images(own, "mesh")
+    built, size = held(lambda: build(described))
+    clients = np.asarray(built.clients.lower.size).tolist()
+    rows = [len(getattr(built.clients, level).flat["labels"]) for level in ("lower", "upper")]
+    (own / "facts.json").write_text(json.dumps({"bytes": size, "rows": rows, "clients": clients}))
+    list(run_all([(described, folder / "images")]))
+
+
 def main(folder: str, *names: str) -> None:
     fb.Mesh.join()
     for text in names:
@@ -98,6 +134,7 @@ def main(folder: str, *names: str) -> None:
             result.save(pathlib.Path(folder) / f"{text}.npz")
     if jax.process_count() > 1:
         load_own(pathlib.Path(folder))
+        run_file(pathlib.Path(folder))
     else:
         facts = {
             "everyone": exchanges(fb.FedAvg(0.1, steps=2)),

@@ -18,10 +18,11 @@ import fedbilevel as fb
 from conform.compare import close, run, simulated
 from engine import mesh_child
 from fedbilevel.cli.launch import _started
-from fedbilevel.engine.mesh.engine import device_mesh
 from fedbilevel.engine.mesh.join import MeshError, leads, place_of, told, watching
-from fedbilevel.engine.mesh.layout import Layout
+from fedbilevel.engine.mesh.layout import Layout, device_mesh
 from fedbilevel.engine.mesh.shard import first_rows
+from fedbilevel.experiment.build import build
+from fedbilevel.experiment.runner import run_all
 
 CHILD = pathlib.Path(__file__).parent / "mesh_child.py"
 TESTS = CHILD.parent.parent
@@ -31,12 +32,14 @@ ON_DEVICES = [
     *("FedNest-cohorts:float64:0", "FedBiOAcc:float32:0", "FedBiOLocal:float64:0"),
     *("FedSep-gradient:float64:0", "PDBO:float64:0", "every-verb:float64:0.3"),
 ]
-IN_PROCESSES = ["FedBiOAcc:float32:0", "every-verb:float64:0.3"]
+# What a device computes is the same there; between processes there are messages, in all ways that there are.
+IN_PROCESSES = ["every-verb:float64:0.3"]
 
 
 def environment(devices: int) -> dict[str, str]:
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
-    return os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(TESTS)}
+    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    return os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": path}
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +90,30 @@ def test_each_process_loads_its_own_clients(in_processes: pathlib.Path) -> None:
     there = fb.load(in_processes / "loaded.npz")
     close(there, here, 1e-5)
     assert there.ledger == here.ledger
+
+
+def test_of_an_experiment_file_each_process_holds_its_own_clients_data(
+    in_processes: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    """Of 10,000 training images of four equal clients each process has half, and of 2,000 test images all."""
+    facts = [json.loads((in_processes / f"process-{rank}" / "facts.json").read_text()) for rank in (0, 1)]
+    built, whole = mesh_child.held(lambda: build(mesh_child.images(tmp_path, "simulator")))
+    training, tests = 10_000 * 784 * 4, 2_000 * 784 * 4
+    assert whole > 2 * training, "the control: a process alone has them all, as they were read and as arrays"
+    for there in facts:
+        assert there["rows"] == [4_000, 1_000]
+        assert there["clients"] == np.asarray(built.clients.lower.size).tolist() == [2_000] * 4
+        assert there["bytes"] < training / 2 + 3 * tests
+
+
+def test_an_experiment_file_gives_the_simulator_s_result(
+    in_processes: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    there = fb.load(in_processes / "images" / "result.npz")
+    (outcome,) = run_all([(mesh_child.images(tmp_path, "simulator"), tmp_path / "here")])
+    assert outcome.result is not None
+    close(there, outcome.result, 1e-5)
+    assert there.ledger == outcome.result.ledger
 
 
 def test_another_seed_would_be_seen(on_devices: pathlib.Path) -> None:
@@ -161,6 +188,22 @@ def test_clients_that_are_loaded_one_by_one() -> None:
     loaded = fb.Mesh.clients(3, load, batch_size=2, weights="size")
     assert jax.tree.structure(loaded) == jax.tree.structure(plain)
     jax.tree.map(np.testing.assert_array_equal, loaded, plain)
+
+
+def test_a_process_without_clients_knows_what_samples_look_like(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are more processes than clients, or almost: one client is read, and is not its own."""
+    monkeypatch.setattr(Layout, "own", [])
+    asked = []
+
+    def load(client: int) -> dict[str, Any]:
+        asked.append(client)
+        return {"lower": np.ones((2, 3), np.float32)}
+
+    clients = fb.Mesh.clients(3, load)
+    assert asked == [0]
+    assert clients.n == 3
+    assert clients.lower.size.tolist() == [0, 0, 0], "how many the others have is what they say"
+    assert clients.lower.flat.shape[1:] == (3,)
 
 
 def test_what_a_loader_must_return() -> None:

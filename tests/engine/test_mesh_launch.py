@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import signal
@@ -15,11 +14,12 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
+from engine.killing import rows, until
 from experiment.tiny import SADDLE, changed, manifest, write
 from fedbilevel.experiment.config import plans
 from fedbilevel.experiment.runner import run_all
 
-STEPS = 60
+STEPS = 30
 LONG = changed(SADDLE, ("steps = 6", f"steps = {STEPS}"), ("every = 2", "every = 1"))
 
 
@@ -44,29 +44,21 @@ def child(launcher: int, number: int) -> int:
     raise AssertionError(f"there is no process {number}")
 
 
-def lines(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """The complete rows of a history."""
-    file = folder / "history.jsonl"
-    return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
-
-
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: Any) -> tuple[pathlib.Path, tuple[int, str, str], float, int]:
     """A run whose process 1 was killed: its folder, how the launcher ended, after how long, and its rows."""
     folder: pathlib.Path = tmp_path_factory.mktemp("mesh")
     file, run = write(folder, LONG), folder / "o" / "seed-0"
     launcher = launched(folder, 2, "run", str(file), "-o", "o")
-    end = time.monotonic() + 240
-    while len(lines(run)) < 5 and launcher.poll() is None and time.monotonic() < end:
-        time.sleep(0.001)
+    until(lambda: len(rows(run)) >= 5 or launcher.poll() is not None)
     os.kill(child(launcher.pid, 1), signal.SIGKILL)
     began = time.monotonic()
     said = ended(launcher)
-    return run, said, time.monotonic() - began, len(lines(run))
+    return run, said, time.monotonic() - began, len(rows(run))
 
 
 def test_the_others_stop_within_seconds_and_say_why(killed: Any) -> None:
-    run, (code, out, err), seconds, rows = killed
+    run, (code, out, err), seconds, reached = killed
     assert code == 75
     assert seconds < 30
     assert "another process of the mesh is lost, so process 0 stops" in " ".join(err.split())
@@ -75,19 +67,19 @@ def test_the_others_stop_within_seconds_and_say_why(killed: Any) -> None:
     assert "Traceback" not in err
     assert out == ""
     assert manifest(run)["status"] == "failed"
-    assert 5 <= rows <= STEPS
+    assert 5 <= reached <= STEPS
 
 
 def test_it_goes_on_with_another_number_of_processes(killed: Any, tmp_path: pathlib.Path) -> None:
-    run, _, _, rows = killed
-    before = lines(run)[:rows]
+    run, _, _, reached = killed
+    before = rows(run)
     code, out, err = ended(launched(run.parent.parent, 3, "resume", "o"))
     assert code == 0, err
     assert err.count("[1/1]") == 1, "one process speaks"
     assert "Gloo" not in out
     assert manifest(run)["status"] == "done"
-    assert [row["step"] for row in lines(run)] == list(range(STEPS + 1))
-    assert lines(run)[: rows - 2] == before[: rows - 2], "what was reached before is not done again"
+    assert [row["step"] for row in rows(run)] == list(range(STEPS + 1))
+    assert rows(run)[: reached - 2] == before[: reached - 2], "what was reached before is not done again"
 
     (plan,) = plans(write(tmp_path, LONG))
     (outcome,) = run_all([(plan, tmp_path / "simulated")])

@@ -64,7 +64,7 @@ def test_options_of_the_clients_stand_in_the_data_table(tmp_path: Any) -> None:
 
 def test_a_problem_on_data_knows_them(tmp_path: Any) -> None:
     built = build(plan(tmp_path, IMAGES))
-    dataset, clients, _ = data_of(plan(tmp_path, IMAGES).config["data"])
+    dataset, clients, *_ = data_of(plan(tmp_path, IMAGES).config["data"])
     assert built.clients is clients
     assert clients.n == 4
     assert clients.lower.batch_size == 8

@@ -72,7 +72,7 @@ class PushAdjoint(eqx.Module):
             sender's weights of the opposite link (needs undirected links, exact where these are fixed).
         reduced: whether w̃ is carried and sent beside u (VR-HGP); without, (a, b) must be (1, 0).
         whole: start from `∇f_i` of all of a node's samples, as the paper does, not of a minibatch. Where f
-            and g are one loss on the same samples, the mean `∇f` is nearly zero at rest: all noise.
+            and g are one loss on the same samples, the mean `∇f` is nearly zero at rest, all else noise.
 
     Cost a node and round: one g_xy and g_yy each (VR-HGP: two), on one batch if shared; a message of d_y
     scalars (VR-HGP: 2d_y) a link. Independent edges where the lower level steps before sending: two messages.

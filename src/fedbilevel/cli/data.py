@@ -64,7 +64,7 @@ def describe_data(
         changes["dir"] = str(dir)
     tables = _tables(source, changes, preset)
     for number, (title, table) in enumerate(tables, start=1):
-        dataset, clients, _ = data_of(table)
+        dataset, clients, *_ = data_of(table)
         statistics = describe(clients, dataset.classes)
         show(f"{title}\n{statistics}")
         if picture is not None:

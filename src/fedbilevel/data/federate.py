@@ -35,6 +35,7 @@ def federate(
     batch_size: int | None = None,
     weights: Literal["uniform", "size"] | Any = "uniform",
     seed: int = 0,
+    collect: Callable[..., Clients] | None = None,
 ) -> Clients:
     """Clients with the training samples of a data set.
 
@@ -63,6 +64,8 @@ def federate(
         numbered: adds the column `client`, the number of the client that a sample belongs to.
         batch_size, weights: as in `Clients`.
         seed: of all draws.
+        collect: makes clients of all columns and the row numbers of every client at each level,
+            `collect(columns, lower, upper, test=, validation=, batch_size=, weights=)`; default: `shared`.
 
     Example:
         >>> from fedbilevel.data.partition import Iid
@@ -84,17 +87,48 @@ def federate(
         extra["place"] = _placed(dataset.size, train, places)
     if numbered:
         extra["client"] = _numbered(dataset.size, own)
-    used = np.unique(np.concatenate([*train, *(validation or ()), *(test or ()), np.zeros(0, np.int64)]))
-    samples = {"inputs": dataset.train["inputs"], "labels": labels, **extra}
-    held_out = validation and _renumbered(validation, used, "validation")
-    return Clients.indexed(
-        {name: column[used] for name, column in samples.items()},
-        _renumbered(train, used, "training"),
-        held_out if upper == "validation" else None,
-        test=test and _renumbered(test, used, "test"),
-        validation=held_out if upper == "training" else None,
+    for rows, level in ((train, "training"), (validation, "validation"), (test, "test")):
+        _check_everybody_has_some(rows or (), level)
+    return (collect or shared)(
+        {"inputs": dataset.train["inputs"], "labels": labels, **extra},
+        train,
+        validation if upper == "validation" else None,
+        test=test,
+        validation=validation if upper == "training" else None,
         batch_size=batch_size,
         weights=weights,
+    )
+
+
+def shared(
+    columns: Table,
+    lower: Sequence[Rows],
+    upper: Sequence[Rows] | None = None,
+    *,
+    test: Sequence[Rows] | None = None,
+    validation: Sequence[Rows] | None = None,
+    **settings: Any,
+) -> Clients:
+    """Clients that share one copy of the columns, which holds only samples that are used.
+
+    Args:
+        columns: of a whole data set.
+        lower, upper, test, validation: row numbers of every client at each level.
+        settings: as for `Clients.indexed`.
+    """
+    parts = [rows for level in (lower, upper, test, validation) for rows in level or ()]
+    used = np.unique(np.concatenate([np.zeros(0, np.int64), *parts]))
+
+    def renumbered(level: Sequence[Rows]) -> list[Rows]:
+        return [np.searchsorted(used, rows) for rows in level]
+
+    return Clients.indexed(
+        {name: column[used] for name, column in columns.items()},
+        renumbered(lower),
+        upper and renumbered(upper),
+        test=test and renumbered(test),
+        validation=validation and renumbered(validation),
+        **settings,
     )
 
 
@@ -201,8 +235,6 @@ def _numbered(size: int, own: Sequence[Rows]) -> npt.NDArray[np.int32]:
     return column
 
 
-def _renumbered(parts: Sequence[Rows], used: Rows, level: str) -> list[Rows]:
-    """Rows of the whole data set as rows of the copy that clients share."""
+def _check_everybody_has_some(parts: Sequence[Rows], level: str) -> None:
     if empty := [client for client, rows in enumerate(parts) if not len(rows)]:
         raise DataError(f"the clients {empty} have no {level} samples, others have; give every client some")
-    return [np.searchsorted(used, rows) for rows in parts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import json
@@ -10,15 +11,18 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import jax.random as jr
+import numpy as np
 import numpy.typing as npt
 
 from fedbilevel.algorithm.base import Algorithm
 from fedbilevel.data.clients import Clients, DataError
 from fedbilevel.data.dataset import Dataset
-from fedbilevel.data.federate import federate
+from fedbilevel.data.federate import federate, shared
 from fedbilevel.data.public import set_aside
 from fedbilevel.data.source import load
 from fedbilevel.engine.base import Engine
+from fedbilevel.engine.mesh.join import several
+from fedbilevel.engine.mesh.load import indexed_clients
 from fedbilevel.experiment.best import Best
 from fedbilevel.experiment.config import TABLES, Plan
 from fedbilevel.experiment.construct import Table, check_keys, construct, nested
@@ -31,17 +35,25 @@ from fedbilevel.problem.loss_tuning import class_weights
 
 _OURS = ("name", "dir", "public")
 """Keys of `[data]` that `federate` does not see."""
-_DATA = {*inspect.signature(federate).parameters, *_OURS} - {"dataset"}
+_DATA = {*inspect.signature(federate).parameters, *_OURS} - {"dataset", "collect"}
 _IMPLIED = {"split": "Split", "long_tail": "LongTail", "noise": "LabelNoise"}
 """Tables of `[data]` that can only be of one kind."""
 
 
 class Data(NamedTuple):
-    """What a `[data]` table makes: `public` are the inputs of public samples, None without them."""
+    """What a `[data]` table makes.
+
+    Attributes:
+        dataset: without its training samples, if this is one of several processes.
+        clients: of whom such a process has only its own ones' samples.
+        public: the inputs of public samples, None without them.
+        described: all clients, in such a process without inputs: what a problem must know of them.
+    """
 
     dataset: Dataset
     clients: Clients
     public: npt.NDArray[Any] | None
+    described: Clients
 
 
 class Built(NamedTuple):
@@ -108,7 +120,22 @@ def _data(text: str, precision: str) -> Data:
     dataset, public = load(table["name"], table.get("dir")), None
     if "public" in table:
         dataset, public = set_aside(dataset, table["public"], table.get("seed", 0))
-    return Data(dataset, federate(dataset, **arguments), public)
+    clients = federate(dataset, **arguments, collect=indexed_clients if several() else None)
+    if not several():
+        return Data(dataset, clients, public, clients)
+    return Data(_untrained(dataset), clients, public, federate(dataset, **arguments, collect=_described))
+
+
+def _described(columns: Mapping[str, npt.NDArray[Any]], *levels: Any, **rest: Any) -> Clients:
+    """Clients without the inputs, which take all of the memory."""
+    return shared({name: column for name, column in columns.items() if name != "inputs"}, *levels, **rest)
+
+
+def _untrained(dataset: Dataset) -> Dataset:
+    """A data set of which only the test samples, and what a sample looks like, are left."""
+    # A part of an array would keep the whole of it in memory.
+    none = {name: np.empty((0, *column.shape[1:]), column.dtype) for name, column in dataset.train.items()}
+    return dataclasses.replace(dataset, train=none)
 
 
 def _public(plan: Plan) -> npt.NDArray[Any]:
@@ -131,9 +158,9 @@ def _problem_and_clients(plan: Plan) -> tuple[Problem, Clients]:
             f"data.name is {data['name']!r}, but {table['kind']} brings its own data: remove it"
         )
     if "name" in data or {"inputs", "classes"} & known:
-        dataset, clients, _ = data_of(data)
+        dataset, clients, _, described = data_of(data)
         test = None if data.get("with_test") else dataset.test  # what clients train on, nobody is tested on
-        return construct(table, PROBLEMS, "problem", _surroundings(dataset, clients, seed, test)), clients
+        return construct(table, PROBLEMS, "problem", _surroundings(dataset, described, seed, test)), clients
     text = json.dumps([table, data, seed if "seed" in known else None], sort_keys=True)
     return _own_data(text, _precision())
 

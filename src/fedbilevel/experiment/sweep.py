@@ -58,7 +58,7 @@ def sweep(
         >>> import fedbilevel as fb
         >>> known = fb.Saddle.random(jax.random.key(0), clients=3, d=2)
         >>> problem, clients = known.problem(), known.clients()
-        >>> jobs = [Job(problem, clients, fb.FedNest(lr, 0.1)) for lr in (0.01, 0.1)]
+        >>> jobs = [Job(problem, clients, fb.FedAvgS(lr, 0.1)) for lr in (0.01, 0.1)]
         >>> [result.steps for result in sweep(jobs, steps=2)]
         [2, 2]
     """

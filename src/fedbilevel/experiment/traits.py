@@ -7,6 +7,7 @@ import inspect
 import itertools
 import re
 import typing
+from collections.abc import Iterator
 from typing import Any
 
 import equinox as eqx
@@ -108,18 +109,19 @@ _SIMPLE: dict[str, Any] = {
 }
 
 
-def _small_problems() -> list[tuple[Problem, Any]]:
-    quadratic, saddle = Quadratic.random(jr.key(0), 2, 2, 2), Saddle.random(jr.key(0), 2, 2)
-    alone = single_level(_square, jnp.ones(2))
-    mixture = Mixture(Linear(2), inputs=(2,), classes=2)
-    labelled = {"inputs": jnp.ones((2, 1, 2)), "labels": jnp.zeros((2, 1), int)}
-    return [
-        (quadratic.problem(), quadratic.clients()),
-        (saddle.problem(), saddle.clients()),
-        (alone, quadratic.clients()),
-        (mixture, Clients(labelled)),
-        (_sliced(), Clients({"inputs": jnp.ones((2, 1, *_IMAGE)), "labels": jnp.zeros((2, 1), int)})),
-    ]
+def _small_problems() -> Iterator[tuple[Problem, Any]]:
+    """One of every structure; each is made only if the method did not run on those before it."""
+    quadratic = Quadratic.random(jr.key(0), 2, 2, 2)
+    yield quadratic.problem(), quadratic.clients()
+    saddle = Saddle.random(jr.key(0), 2, 2)
+    yield saddle.problem(), saddle.clients()
+    yield single_level(_square, jnp.ones(2)), quadratic.clients()
+    labels = jnp.zeros((2, 1), int)
+    yield (
+        Mixture(Linear(2), inputs=(2,), classes=2),
+        Clients({"inputs": jnp.ones((2, 1, 2)), "labels": labels}),
+    )
+    yield _sliced(), Clients({"inputs": jnp.ones((2, 1, *_IMAGE)), "labels": labels})
 
 
 def _sliced() -> Problem:

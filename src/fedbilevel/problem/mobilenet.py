@@ -142,7 +142,7 @@ def MobileNetV2(
     Example:
         >>> small = MobileNetV2(width=0.25, stages=((1, 16, 1, 1), (6, 24, 2, 2)), features=64)
         >>> parameters, shape = small.init(jax.random.key(0), (32, 32, 3))
-        >>> jax.jit(small)(parameters, jnp.ones((2, 32, 32, 3))).shape, shape
+        >>> jax.eval_shape(small, parameters, jnp.ones((2, 32, 32, 3))).shape, shape
         ((2, 10), (10,))
     """
     _check(width, stages, features, groups)

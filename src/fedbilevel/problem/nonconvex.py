@@ -153,24 +153,29 @@ class Nonconvex(eqx.Module):
 
     # ---------------------------------------------------------- closed forms
 
+    @jax.jit
     def lower_solution(self, x: Upper) -> Shared:
         """`y*(x)`, the minimiser of `mean g_i(x, ·)`."""
         return (self.s.mean(0) * (self.B @ x) + self.b.mean(0)) / self.a.mean(0)
 
+    @jax.jit
     def adjoint(self, x: Upper) -> Shared:
         """`u*(x)`, what the inverse Hessian makes of `mean ∇_y f_i(x, y*(x))`."""
         return jnp.mean(_slope(self.lower_solution(x) - self.c), axis=0) / self.a.mean(0)
 
+    @jax.jit
     def hypergradient(self, x: Upper) -> Upper:
         """`∇h(x)` with one y for everybody."""
         return self._direct(x) + self.B.T @ (self.s.mean(0) * self.adjoint(x))
 
+    @jax.jit
     def own_hypergradient(self, x: Upper) -> Upper:
         """`∇h(x)` where every client has its own y."""
         y = (self.s * (self.B @ x) + self.b) / self.a
         u = _slope(y - self.c) / self.a
         return self._direct(x) + self.B.T @ jnp.mean(self.s * u, axis=0)
 
+    @jax.jit
     def stationarity(self, x: Upper) -> jax.Array:
         """`‖∇h(x)‖²` of the lower level that this problem has."""
         h = self.hypergradient(x) if self.lower == "global" else self.own_hypergradient(x)

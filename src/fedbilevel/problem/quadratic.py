@@ -246,6 +246,7 @@ class Saddle(eqx.Module):
         """The clients' data, one sample each."""
         return Clients({name: leaf[:, None] for name, leaf in _fields(self).items()}, **options)
 
+    @jax.jit
     def solution(self) -> tuple[jax.Array, jax.Array]:
         """The saddle point `(x*, y*)`."""
         A, b = self.A.mean(0), self.b.mean(0)
@@ -300,6 +301,7 @@ class Composition(eqx.Module):
         rows = {name: leaf[:, None] for name, leaf in _fields(self).items()}
         return Clients({"R": rows["R"], "s": rows["s"]}, {"t": rows["t"]}, **options)
 
+    @jax.jit
     def solution(self) -> jax.Array:
         """`x*`."""
         R = self.R.mean(0)

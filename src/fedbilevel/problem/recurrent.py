@@ -42,7 +42,7 @@ class CharLSTM(Model):
     Example:
         >>> model = CharLSTM(vocabulary=5, hidden=16)
         >>> parameters, shape = model.init(jr.key(0), (80,))
-        >>> shape, model(parameters, jnp.zeros((2, 80), int)).shape
+        >>> shape, jax.eval_shape(model, parameters, jnp.zeros((2, 80), int)).shape
         ((5,), (2, 5))
     """
 

@@ -10,13 +10,12 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh as DeviceMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from fedbilevel.data.clients import Clients
 from fedbilevel.engine.base import Block, Engine, Session, Stepper, check_dropout
-from fedbilevel.engine.mesh.join import MeshError, join, watching
-from fedbilevel.engine.mesh.layout import AXIS, Layout, here
+from fedbilevel.engine.mesh.join import join, watching
+from fedbilevel.engine.mesh.layout import AXIS, Layout, device_mesh, here
 from fedbilevel.engine.mesh.load import load_clients
 from fedbilevel.engine.mesh.shard import ShardFederation, spent_by_all, split_kept
 from fedbilevel.engine.simulator import (
@@ -89,6 +88,7 @@ class Mesh(eqx.Module, Engine):
                 "test" and "validation": one pytree each, whose leaves have a leading axis of samples.
             batch_size, weights: as for `Clients`.
 
+        >>> import numpy as np
         >>> clients = Mesh.clients(3, lambda i: {"lower": np.full((2 + i, 4), float(i))}, batch_size=2)
         >>> clients.lower.size.tolist()
         [2, 3, 4]
@@ -108,20 +108,6 @@ class Mesh(eqx.Module, Engine):
         return MeshFederation(
             layout.everywhere(problem), placed, self.chunk, self.dropout, layout=layout, weights=weights
         )
-
-
-def device_mesh(devices: int | None = None) -> DeviceMesh:
-    """All devices of all processes in a row, or the first so many of a single process."""
-    join()
-    found = np.array(jax.devices())
-    if devices is not None and jax.process_count() > 1:
-        raise MeshError(f"devices is {devices}, but several processes use all of their devices: leave it out")
-    if devices is not None and devices > len(found):
-        raise MeshError(
-            f"devices is {devices}, but there are {len(found)}. A CPU is one device, unless XLA_FLAGS has "
-            f"--xla_force_host_platform_device_count={devices} before JAX starts."
-        )
-    return DeviceMesh(found[:devices], (AXIS,))
 
 
 class MeshFederation(SimulatedFederation):

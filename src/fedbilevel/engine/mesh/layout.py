@@ -21,10 +21,25 @@ from jax.sharding import Mesh as DeviceMesh, NamedSharding, PartitionSpec
 
 from fedbilevel.data.batches import Samples
 from fedbilevel.data.clients import Clients
+from fedbilevel.engine.mesh.join import MeshError, join
 from fedbilevel.tree import PyTree
 
 AXIS = "clients"
 Numbers = npt.NDArray[Any]
+
+
+def device_mesh(devices: int | None = None) -> DeviceMesh:
+    """All devices of all processes in a row, or the first so many of a single process."""
+    join()
+    found = np.array(jax.devices())
+    if devices is not None and jax.process_count() > 1:
+        raise MeshError(f"devices is {devices}, but several processes use all of their devices: leave it out")
+    if devices is not None and devices > len(found):
+        raise MeshError(
+            f"devices is {devices}, but there are {len(found)}. A CPU is one device, unless XLA_FLAGS has "
+            f"--xla_force_host_platform_device_count={devices} before JAX starts."
+        )
+    return DeviceMesh(found[:devices], (AXIS,))
 
 
 @dataclasses.dataclass(frozen=True)

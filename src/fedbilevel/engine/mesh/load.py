@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +12,8 @@ from jax.experimental import multihost_utils
 
 from fedbilevel.data.batches import Samples
 from fedbilevel.data.clients import Clients
-from fedbilevel.engine.mesh.join import MeshError, several, watching
-from fedbilevel.engine.mesh.layout import Layout
+from fedbilevel.engine.mesh.join import several, watching
+from fedbilevel.engine.mesh.layout import Layout, device_mesh
 from fedbilevel.tree import PyTree
 
 LEVELS = ("lower", "upper", "test", "validation")
@@ -26,13 +26,43 @@ def load_clients(
 
     In each process the samples of the others' clients are missing; how many they are is known.
     """
-    ids = np.concatenate([layout.of(device) for device in layout.own])
-    if not len(ids):
-        raise MeshError(f"{layout.n} clients are too few: a process would have none")
+    own = np.concatenate([layout.of(device) for device in layout.own])
+    # A process without clients must know, all the same, what samples look like.
+    ids = own if len(own) else np.zeros(1, int)
     trees = [load(int(client)) for client in ids]
     _check(trees[0])
     data = {level: [tree[level] for tree in trees] for level in LEVELS if level in trees[0]}
-    return _among(Clients(**data, batch_size=batch_size), ids, layout.n, weights)
+    places = Places(layout.n, ids, bool(len(own)))
+    return _among(Clients(**data, batch_size=batch_size), places, weights)
+
+
+def indexed_clients(
+    columns: Mapping[str, npt.NDArray[Any]],
+    lower: Sequence[Any],
+    upper: Sequence[Any] | None = None,
+    *,
+    test: Sequence[Any] | None = None,
+    validation: Sequence[Any] | None = None,
+    batch_size: int | None = None,
+    weights: Any = "uniform",
+) -> Clients:
+    """As `Clients.indexed`, but a process copies only the rows of the clients that its devices will hold."""
+    given = {"lower": lower, "upper": upper, "test": test, "validation": validation}
+    levels = {level: rows for level, rows in given.items() if rows is not None}
+
+    def load(client: int) -> dict[str, PyTree]:
+        own = {level: rows[client] for level, rows in levels.items()}
+        return {level: {name: c[rows] for name, c in columns.items()} for level, rows in own.items()}
+
+    return load_clients(Layout(device_mesh(), len(lower)), load, batch_size, weights)
+
+
+class Places(NamedTuple):
+    """Which clients were loaded here: of n the numbers `ids`; and whether they are this process's own."""
+
+    n: int
+    ids: npt.NDArray[Any]
+    own: bool
 
 
 def _check(tree: Any) -> None:
@@ -44,17 +74,18 @@ def _check(tree: Any) -> None:
         )
 
 
-def _among(own: Clients, ids: npt.NDArray[Any], n: int, weights: Any) -> Clients:
+def _among(own: Clients, places: Places, weights: Any) -> Clients:
     """The same clients with the places of all others."""
     levels = [getattr(own, level) for level in LEVELS]
-    parts = {id(level.start): _placed(level, ids, n) for level in levels}  # what levels share stays shared
+    parts = {id(level.start): _placed(level, places) for level in levels}  # what levels share stays shared
     placed = [_batched(parts[id(level.start)], level) for level in levels]
     return Clients(placed[0], placed[1], test=placed[2], validation=placed[3], weights=weights)
 
 
-def _placed(samples: Samples, ids: npt.NDArray[Any], n: int) -> Samples:
-    start, size = np.zeros(n, np.int32), np.zeros(n, np.int32)
-    start[ids], size[ids] = samples.start, samples.size
+def _placed(samples: Samples, places: Places) -> Samples:
+    start, size = np.zeros(places.n, np.int32), np.zeros(places.n, np.int32)
+    if places.own:
+        start[places.ids], size[places.ids] = samples.start, samples.size
     size = _sum_over_processes(size)
     extremes = int(size.max()), int(size.min())
     return Samples(samples.flat, jnp.asarray(start), jnp.asarray(size), None, samples.batch_size, *extremes)
