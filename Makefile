@@ -44,7 +44,7 @@ types: $(READY)  ## types, strictly
 	$(BIN)/mypy
 
 unit: $(READY)  ## all tests
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 clean:  ## remove what the other targets made
 	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build src/*.egg-info

@@ -41,9 +41,9 @@ class ConvNet(Model):
 
     Example:
         >>> backbone = ConvNet()
-        >>> parameters, shape = backbone.init(jr.key(0), (28, 28, 1))
-        >>> shape, backbone(parameters, jnp.ones((5, 28, 28, 1))).shape
-        ((32,), (5, 32))
+        >>> parameters = jax.eval_shape(lambda key: backbone.init(key, (28, 28, 1))[0], jr.key(0))
+        >>> jax.eval_shape(backbone, parameters, jnp.ones((5, 28, 28, 1))).shape
+        (5, 32)
     """
 
     filters: tuple[int, ...] = eqx.field(static=True, converter=tuple, default=(32, 32, 32, 32))
@@ -139,9 +139,9 @@ def TwoLayerCNN(
     2021 (their network for handwritten characters).
 
     Example:
-        >>> parameters, shape = TwoLayerCNN().init(jr.key(0), (28, 28, 1))
-        >>> sum(leaf.size for leaf in jax.tree.leaves(parameters)), shape
-        (2278334, (62,))
+        >>> parameters = jax.eval_shape(lambda key: TwoLayerCNN().init(key, (28, 28, 1))[0], jr.key(0))
+        >>> sum(leaf.size for leaf in jax.tree.leaves(parameters))
+        2278334
     """
     if len(filters) != 2:
         raise ValueError(
