@@ -12,21 +12,18 @@ import fedbilevel as fb
 from conform.cases import CASES
 
 STEPS = 20
-FEW = 8
-"""Steps in double precision: it has digits enough that a difference shows at once."""
 
 
 @functools.cache
-def simulated(name: str, x64: bool, dropout: float = 0.0, steps: int = STEPS) -> fb.Result:
+def simulated(name: str, x64: bool, dropout: float = 0.0) -> fb.Result:
     with jax.enable_x64(x64):
-        return run(name, fb.Simulator(dropout=dropout), steps)
+        return run(name, fb.Simulator(dropout=dropout))
 
 
-def run(name: str, engine: Any, steps: int = STEPS, seed: int = 7) -> fb.Result:
+def run(name: str, engine: Any, seed: int = 7) -> fb.Result:
     case = CASES[name]
     problem, clients = case.make()
-    # One number of rows for all, so that one compiled program serves any number of steps.
-    return fb.solve(problem, clients, case.algorithm(), steps, engine=engine, every=STEPS, seed=seed)
+    return fb.solve(problem, clients, case.algorithm(), STEPS, engine=engine, every=STEPS, seed=seed)
 
 
 def close(a: fb.Result, b: fb.Result, tolerance: float) -> None:

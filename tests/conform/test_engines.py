@@ -10,7 +10,7 @@ import pytest
 
 import fedbilevel as fb
 from conform.cases import CASES
-from conform.compare import FEW, STEPS, close, run, simulated
+from conform.compare import close, run, simulated
 
 # Every algorithm in double precision; in single precision, whose programs differ in nothing but types, a few.
 PAIRS = [(name, True) for name in CASES] + [(name, False) for name in ("FedNest", "SGP", "every-verb")]
@@ -20,10 +20,9 @@ PAIRS = [(name, True) for name in CASES] + [(name, False) for name in ("FedNest"
     ("name", "x64"), PAIRS, ids=lambda v: v if isinstance(v, str) else f"float{32 + 32 * v}"
 )
 def test_process_equals_simulator(name: str, x64: bool, processes: fb.Process) -> None:
-    steps = FEW if x64 else STEPS
     with jax.enable_x64(x64):
-        remote = run(name, processes, steps)
-    local = simulated(name, x64, steps=steps)
+        remote = run(name, processes)
+    local = simulated(name, x64)
     close(remote, local, 1e-10 if x64 else 1e-5)
     assert remote.ledger == local.ledger
     assert [row.keys() for row in remote.history] == [row.keys() for row in local.history]
@@ -32,10 +31,10 @@ def test_process_equals_simulator(name: str, x64: bool, processes: fb.Process) -
 
 @pytest.mark.parametrize("name", CASES)
 def test_same_seed_same_bits_and_no_second_compilation(name: str, compilations: Callable[[], int]) -> None:
-    first = simulated(name, True, steps=FEW)
+    first = simulated(name, True)
     before = compilations()
     with jax.enable_x64(True):
-        again = run(name, "simulator", FEW)
+        again = run(name, "simulator")
     assert compilations() == before
     assert jax.tree.all(
         jax.tree.map(lambda p, q: (np.asarray(p) == np.asarray(q)).all(), first.state, again.state)
@@ -49,8 +48,8 @@ def test_engines_silence_the_same_clients(processes: fb.Process, monkeypatch: py
     monkeypatch.setattr(processes, "dropout", 0.3)
     with jax.enable_x64(True):
         for name in ("FedNest-sum", "every-verb"):
-            remote = run(name, processes, FEW)
-            local = simulated(name, True, 0.3, FEW)
+            remote = run(name, processes)
+            local = simulated(name, True, 0.3)
             close(remote, local, 1e-10)
             assert remote.ledger == local.ledger
-            assert local.ledger != simulated(name, True, steps=FEW).ledger, "nobody was silenced"
+            assert local.ledger != simulated(name, True).ledger, "nobody was silenced"
