@@ -112,3 +112,9 @@ def test_group_norm_is_that_of_every_sample_and_group_alone():
 def test_an_image_without_contrast_has_finite_derivatives():
     slope = jax.grad(lambda z: jnp.sum(group_norm(z, 1) ** 2))(jnp.ones((1, 2, 2, 2)))
     assert np.all(np.isfinite(slope))
+
+
+@pytest.mark.parametrize("pixel", range(4))
+def test_pooling_shows_a_nan_wherever_it_is(pixel: int) -> None:
+    image = jnp.arange(4.0).at[pixel].set(jnp.nan)
+    assert bool(jnp.isnan(pool(image.reshape(1, 2, 2, 1))).all())

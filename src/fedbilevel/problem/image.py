@@ -115,7 +115,7 @@ def first_kernel(key: jax.Array, shape: tuple[int, ...], summed: int) -> jax.Arr
 
 def _larger(a: jax.Array, b: jax.Array) -> jax.Array:
     """`max(a, b)`; the gradient of `jnp.maximum` divides, to share it among equal entries: half as fast."""
-    return jnp.where(a >= b, a, b)
+    return jnp.where((a >= b) | jnp.isnan(a), a, b)  # a NaN is no number to lose sight of, in a or in b
 
 
 def _patches(images: jax.Array, size: int, stride: int, pad: bool) -> jax.Array:
