@@ -2,7 +2,8 @@
 
 The four layers of `FourLayerCNN` on small colour images (32 × 32 × 3), 10 clients. PyTorch: one client after
 another, `torch.func.vmap`, and one grouped convolution for all clients, with one thread and with two; the
-best of them counts. All get the same weights and images, and their results are compared.
+best of them counts. All get the same weights and images, and their results are compared. Ours, as a client's
+oracles: all clients at once, one by one (`chunk=1`), and that in blocks of 8 samples (`block=8`).
 
     python benchmarks/convolution_torch.py [clients] [samples] [filters]
 """
@@ -22,10 +23,13 @@ import torch
 import torch.nn.functional as F
 from timing import best_seconds, figure, milliseconds
 
-from fedbilevel.problem.accuracy import cross_entropy
+import fedbilevel as fb
+from fedbilevel.data.batches import Batch
+from fedbilevel.problem import Client
 from fedbilevel.problem.cnn4 import FourLayerCNN
 
 INPUTS, CLASSES = (32, 32, 3), 10
+BLOCK = 8
 PADS, POOLED = (1, 1, 1, 0), 3
 Tensors = tuple[torch.Tensor, ...]
 
@@ -33,28 +37,24 @@ Tensors = tuple[torch.Tensor, ...]
 # ------------------------------------------------------------------ ours
 
 
-def our_loss(model: FourLayerCNN, parameters: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
-    """One client's loss."""
-    return jnp.mean(cross_entropy(model(parameters, images), labels))
+def oracle(model: FourLayerCNN, clients: fb.Clients, block: int | None, what: str) -> Any:
+    """One client's gradient or product with the Hessian, as algorithms ask for them."""
+    problem = fb.Classification(model, inputs=INPUTS, classes=CLASSES, block=block)
+    me = Client(problem, clients, 0, 0, jr.key(0))
+    if what == "gradient":
+        return lambda parameters, direction, samples: me.g_y((), parameters, Batch(samples))
+    return lambda parameters, direction, samples: me.g_yy((), parameters, direction, Batch(samples))
 
 
-def ours(model: FourLayerCNN) -> dict[str, Any]:
-    """Gradients and products of all clients, all at once or one by one."""
-    gradient = jax.grad(functools.partial(our_loss, model))
+def ours(model: FourLayerCNN, clients: fb.Clients, what: str) -> dict[str, Any]:
+    """What all clients compute: all at once, one by one, and that in blocks of samples."""
 
-    def product(parameters: Any, direction: Any, images: jax.Array, labels: jax.Array) -> Any:
-        return jax.jvp(lambda own: gradient(own, images, labels), (parameters,), (direction,))[1]
+    def one_by_one(block: int | None) -> Any:
+        one = oracle(model, clients, block, what)
+        return jax.jit(lambda *rows: jax.lax.map(lambda own: one(*own), rows))
 
-    def of_gradient(parameters: Any, direction: Any, images: jax.Array, labels: jax.Array) -> Any:
-        return gradient(parameters, images, labels)
-
-    def one_by_one(function: Any) -> Any:
-        return jax.jit(lambda *clients: jax.lax.map(lambda own: function(*own), clients))
-
-    return {
-        name: {"together": jax.jit(jax.vmap(function)), "one by one": one_by_one(function)}
-        for name, function in (("gradient", of_gradient), ("product", product))
-    }
+    together = jax.jit(jax.vmap(oracle(model, clients, None, what)))
+    return {"together": together, "one by one": one_by_one(None), f"blocks of {BLOCK}": one_by_one(BLOCK)}
 
 
 # -------------------------------------------------------------- PyTorch's
@@ -139,19 +139,21 @@ def main(clients: int = 10, samples: int = 32, filters: int = 64) -> None:
     draws = np.random.default_rng(0)
     images = draws.random((clients, samples, *INPUTS), np.float32)
     labels = draws.integers(CLASSES, size=(clients, samples))
-    arguments = parameters, direction, jnp.asarray(images), jnp.asarray(labels, jnp.int32)
+    table = {"inputs": jnp.asarray(images), "labels": jnp.asarray(labels, jnp.int32)}
+    arguments = parameters, direction, table
     weights, along = as_torch(parameters, model), as_torch(direction, model)
     batch = torch.from_numpy(np.moveaxis(images, -1, 2).copy()), torch.from_numpy(labels)
-    for what, ways in ours(model).items():
-        own = best_seconds(ways, arguments, repeats=2)
+    for what in ("gradient", "product"):
+        ways = ours(model, fb.Clients(table), what)
+        own = best_seconds(ways, arguments, repeats=3)
         towards = None if what == "gradient" else along
-        found = as_torch(ways["together"](*arguments), model)
+        found = as_torch(ways[f"blocks of {BLOCK}"](*arguments), model)
         for way in theirs().values():
             _check_alike(found, way(weights, towards, *batch))
         other = {}
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            best = best_seconds(theirs(), (weights, towards, *batch), repeats=2)
+            best = best_seconds(theirs(), (weights, towards, *batch), repeats=3)
             other |= {f"{name}, {threads} threads": seconds for name, seconds in best.items()}
         times = {name: milliseconds(seconds) for name, seconds in (own | other).items()}
         ratio = min(other.values()) / min(own.values())

@@ -1,5 +1,8 @@
 """A client's oracles against dense derivatives of its own objective: trees, padding, counts."""
 
+import functools
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +11,10 @@ from jax.flatten_util import ravel_pytree
 
 import fedbilevel as fb
 from fedbilevel.adjoint import ConjugateGradients, own_hypergradient
+from fedbilevel.data.batches import Batch
 from fedbilevel.fed.ledger import Ledger, as_arrays, metering
 from fedbilevel.problem import Client
+from fedbilevel.problem.base import ProblemError
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -39,8 +44,8 @@ Y = {"w": np.array([0.5, -1.0, 2.0]), "b": np.array(0.3)}
 V = {"w": np.array([1.0, 0.3, -0.6]), "b": np.array(-1.2)}
 
 
-def client(place, batch_size=None):
-    problem = fb.Problem(upper, lower, X, Y)
+def client(place, batch_size=None, block=None):
+    problem = fb.Problem(upper, lower, X, Y, block=block)
     clients = fb.Clients(OWN["lower"], OWN["upper"], batch_size=batch_size)
     return Client(problem, clients, place, place, jax.random.key(place))
 
@@ -93,10 +98,10 @@ def dense(upper_data, lower_data):
     }
 
 
-@jax.jit
-def answers(place):
+@functools.partial(jax.jit, static_argnames="block")
+def answers(place, block=None):
     """All oracles of one client on all of its data, which are padded to the largest client's size."""
-    me = client(place)
+    me = client(place, block=block)
     batches = {level: me.batch(level, jax.random.key(0)) for level in ("upper", "lower")}
     out = oracles(me, batches)
     solver, key = ConjugateGradients(8), jax.random.key(0)
@@ -105,9 +110,13 @@ def answers(place):
 
 
 @pytest.mark.parametrize("place", range(len(SIZES)))
-def test_oracles_are_the_derivatives_of_the_clients_own_objective(place):
-    """Unequal sizes: a full batch is padded and weighted, and must not show it."""
-    found, weights = answers(place)
+@pytest.mark.parametrize("block", [None, 2])
+def test_oracles_are_the_derivatives_of_the_clients_own_objective(place, block):
+    """Unequal sizes: a full batch is padded and weighted, and must not show it; nor must blocks of samples.
+
+    Blocks of two: the last is one row, and the smallest client has blocks that are padding alone.
+    """
+    found, weights = answers(place, block)
     assert len(weights["lower"]) == max(SIZES)
     assert np.count_nonzero(weights["lower"]) == SIZES[place]
     expected = dense(OWN["upper"][place], OWN["lower"][place])
@@ -144,6 +153,51 @@ def test_a_minibatch_is_the_mean_over_its_samples():
         assert {tuple(row) for row in samples["a"]} <= {tuple(row) for row in own["a"]}
         if place == 2:
             assert np.array_equal(samples["a"], own["a"])
+
+
+@pytest.mark.parametrize("vectors", [2, 5])
+def test_blocks_of_samples_change_nothing(vectors):
+    """On a minibatch without weights, for the oracles of many vectors; five are multiplied all at once."""
+    samples = data_of(7, 5)
+    stack = jax.tree.map(lambda leaf: np.stack([leaf * (i + 1) for i in range(vectors)])[None], V)
+
+    def products(block):
+        me, batch = client(0, block=block), Batch(samples, count=7)
+        directions = jax.tree.map(lambda leaf: np.stack([leaf, leaf**2]), X)
+        many = me.g_xy_each(X, Y, stack, batch), me.g_yy_each(X, Y, stack, batch)
+        both = me.g_xy_and_yy_each(X, Y, stack, batch)
+        return me.g_y_change(X, V, Y, batch), me.g_yx_each(X, Y, directions, batch), many, both
+
+    whole, parts = flat(products(None)), flat(products(3))
+    np.testing.assert_allclose(parts, whole, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("block", [0, -1])
+def test_a_block_is_a_number_of_samples(block):
+    with pytest.raises(ProblemError, match="block is"):
+        client(0, block=block)
+
+
+class Cubed(eqx.Module):
+    """The cube of a mean, which is no mean over samples."""
+
+    def __call__(self, x, y, samples):
+        return jnp.mean(samples["t"] * y["b"]) ** 3
+
+    def on_weighted(self, x, y, samples, weight):
+        return jnp.dot(weight, samples["t"] * y["b"]) ** 3
+
+
+def test_what_is_no_mean_over_samples_is_not_divided():
+    batch = Batch(data_of(6, 5), count=6)
+    blocks = jax.tree.map(lambda leaf: leaf.reshape(3, 2, *leaf.shape[1:]), batch.samples)
+    wrong = jnp.mean(jax.vmap(lambda block: Cubed()(X, Y, block))(blocks))
+    problem = fb.minimax(Cubed(), X, Y, block=2)
+    clients = fb.Clients(OWN["lower"], OWN["upper"])
+    me = Client(problem, clients, 0, 0, jax.random.key(0))
+    expected = Cubed()(X, Y, batch.samples)
+    assert np.allclose([me.f(X, Y, batch), -me.g(X, Y, batch)], expected, rtol=1e-14)
+    assert abs(wrong - expected) > 0.1 * abs(expected)
 
 
 @pytest.mark.parametrize(

@@ -135,3 +135,33 @@ def weighted(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         return jnp.tensordot(batch.weight.astype(values.dtype), values, axes=1)
 
     return of_batch
+
+
+def in_blocks(compute: Callable[[Batch], PyTree], batch: Batch, size: int | None) -> PyTree:
+    """`compute(batch)`, a mean over samples, as the mean of what blocks of at most `size` samples give.
+
+    One block after another, and one sum: what a block needs can stay in a processor's cache, and memory is
+    that of one block. None: all at once. The last block may be shorter.
+    """
+    length = len(jax.tree.leaves(batch.samples)[0])
+    if size is None or length <= size:
+        return compute(batch)
+    rows = batch.samples, jnp.ones(length) / length if batch.weight is None else batch.weight
+    whole = length - length % size
+
+    def visit(total: PyTree, block: tuple[PyTree, jax.Array]) -> tuple[PyTree, None]:
+        return jax.tree.map(jnp.add, total, _share_of(compute, *block, alike=batch.weight is None)), None
+
+    start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(compute, batch))
+    blocks = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, size, *leaf.shape[1:]), rows)
+    total = jax.lax.scan(visit, start, blocks)[0]
+    rest = jax.tree.map(lambda leaf: leaf[whole:], rows)
+    return visit(total, rest)[0] if whole < length else total
+
+
+def _share_of(compute: Callable[[Batch], PyTree], samples: PyTree, weight: jax.Array, alike: bool) -> PyTree:
+    """What a block adds to the mean: its own mean, times the sum of its weights."""
+    share = jnp.sum(weight)
+    # A block of padding alone weighs nothing, and must not divide by that.
+    own = Batch(samples, None if alike else weight / jnp.where(share > 0, share, 1))
+    return jax.tree.map(lambda leaf: share.astype(leaf.dtype) * leaf, compute(own))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from fedbilevel.data.batches import Batch, Samples
+from fedbilevel.data.batches import Batch, Samples, in_blocks
 from fedbilevel.data.clients import Clients
 from fedbilevel.fed.ledger import Entry, count
 from fedbilevel.problem.base import OnFeatures, Problem, Separable, objective
@@ -84,87 +85,102 @@ class Client:
     def f(self, x: PyTree, y: PyTree, batch: Batch) -> jax.Array:
         """`f_i(x, y)`, a scalar."""
         self._count(batch, "f")
-        return objective(self.problem, "upper", x, y, batch)
+        value: jax.Array = self._mean("upper", self._f, batch, x, y)
+        return value
 
     def f_x(self, x: PyTree, y: PyTree, batch: Batch) -> PyTree:
         """`∇_x f_i`, like x."""
         self._count(batch, "f_x")
-        return jax.grad(lambda x: objective(self.problem, "upper", x, y, batch))(x)
+        return self._mean("upper", jax.grad(self._f), batch, x, y)
 
     def f_y(self, x: PyTree, y: PyTree, batch: Batch) -> PyTree:
         """`∇_y f_i`, like y."""
         self._count(batch, "f_y")
-        return jax.grad(lambda y: objective(self.problem, "upper", x, y, batch))(y)
+        return self._mean("upper", jax.grad(self._f, argnums=1), batch, x, y)
 
     def f_x_and_y(self, x: PyTree, y: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
         """`(∇_x f_i, ∇_y f_i)` in one backward pass."""
         self._count(batch, "f_x", "f_y")
-        return jax.grad(lambda xy: objective(self.problem, "upper", xy[0], xy[1], batch))((x, y))
+        both: tuple[PyTree, PyTree] = self._mean("upper", jax.grad(self._f, argnums=(0, 1)), batch, x, y)
+        return both
 
     def g(self, x: PyTree, y: PyTree, batch: Batch) -> jax.Array:
         """`g_i(x, y)`, a scalar."""
         self._count(batch, "g")
-        return objective(self.problem, "lower", x, y, batch)
+        value: jax.Array = self._mean("lower", self._g, batch, x, y)
+        return value
 
     def g_y(self, x: PyTree, y: PyTree, batch: Batch) -> PyTree:
         """`∇_y g_i`, like y."""
         self._count(batch, "g_y")
-        return self._g_y(x, y, batch)
+        return self._mean("lower", jax.grad(self._g, argnums=1), batch, x, y)
 
     def g_y_change(self, x: PyTree, start: PyTree, y: PyTree, batch: Batch) -> PyTree:
         """`∇_y g_i(x, y) − ∇_y g_i(x, start)`: two calls, which share what they read and compute of x."""
         self._count(batch, "g_y")
         self._count(batch, "g_y")
         both = jax.tree.map(lambda *pair: jnp.stack(pair), y, start)
-        slopes = jax.vmap(lambda y: self._g_y(x, y, batch))(both)
+        each = jax.vmap(jax.grad(self._g, argnums=1), in_axes=(None, 0, None))
+        slopes = self._mean("lower", each, batch, x, both)
         return jax.tree.map(lambda leaf: leaf[0] - leaf[1], slopes)
 
     def g_yy(self, x: PyTree, y: PyTree, v: PyTree, batch: Batch) -> PyTree:
         """`H_i v = ∇²_yy g_i · v`, like y: reverse over forward, about two gradients."""
         self._count(batch, "g_yy")
-        return jax.grad(self._slope, argnums=1)(x, y, v, batch)
+        return self._mean("lower", jax.grad(self._slope, argnums=1), batch, x, y, v)
 
     def g_xy(self, x: PyTree, y: PyTree, v: PyTree, batch: Batch) -> PyTree:
         """`J_i v = ∇_x ⟨∇_y g_i(x, y), v⟩`, like x: reverse over forward, about two gradients."""
         self._count(batch, "g_xy")
-        return jax.grad(lambda x: self._slope(x, y, v, batch))(x)
+        return self._mean("lower", jax.grad(self._slope), batch, x, y, v)
 
     def g_xy_and_yy(self, x: PyTree, y: PyTree, v: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
         """`(J_i v, H_i v)` in one backward pass through the slope of g along v."""
         self._count(batch, "g_xy", "g_yy")
-        return jax.grad(lambda xy: self._slope(xy[0], xy[1], v, batch))((x, y))
+        both: tuple[PyTree, PyTree] = self._mean(
+            "lower", jax.grad(self._slope, argnums=(0, 1)), batch, x, y, v
+        )
+        return both
 
     def g_xy_each(self, x: PyTree, y: PyTree, vectors: PyTree, batch: Batch) -> PyTree:
         """`J_i v` for every v of a stack with two leading axes; they share the work at `(x, y)`."""
         self._count(batch, *("g_xy",) * _many(vectors))
-        return _each(jax.grad(self._slope), x, y, vectors, batch)
+        return self._mean("lower", _each(jax.grad(self._slope)), batch, x, y, vectors)
 
     def g_yy_each(self, x: PyTree, y: PyTree, vectors: PyTree, batch: Batch) -> PyTree:
         """`H_i v` for every v of a stack with two leading axes; they share the work at `(x, y)`."""
         self._count(batch, *("g_yy",) * _many(vectors))
-        return _each(jax.grad(self._slope, argnums=1), x, y, vectors, batch)
+        return self._mean("lower", _each(jax.grad(self._slope, argnums=1)), batch, x, y, vectors)
 
     def g_yx_each(self, x: PyTree, y: PyTree, directions: PyTree, batch: Batch) -> PyTree:
         """`∂_x ∇_y g_i · d`, like y, for every d (like x) of a stack; counted as g_xy."""
         self._count(batch, *("g_xy",) * jax.tree.leaves(directions)[0].shape[0])
 
-        def along(d: PyTree) -> PyTree:
-            return jax.jvp(lambda x: self._g_y(x, y, batch), (x,), (d,))[1]
+        def along(d: PyTree, own: Batch) -> PyTree:
+            return jax.jvp(lambda x: jax.grad(self._g, argnums=1)(x, y, own), (x,), (d,))[1]
 
-        return jax.vmap(along)(directions)
+        return self._mean("lower", jax.vmap(along, in_axes=(0, None)), batch, directions)
 
     def g_xy_and_yy_each(self, x: PyTree, y: PyTree, vectors: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
         """`(J_i v, H_i v)` for every v of a stack with two leading axes; they share the work at `(x, y)`."""
         self._count(batch, *("g_xy", "g_yy") * _many(vectors))
-        both: tuple[PyTree, PyTree] = _each(jax.grad(self._slope, argnums=(0, 1)), x, y, vectors, batch)
+        products = _each(jax.grad(self._slope, argnums=(0, 1)))
+        both: tuple[PyTree, PyTree] = self._mean("lower", products, batch, x, y, vectors)
         return both
 
-    def _g_y(self, x: PyTree, y: PyTree, batch: Batch) -> PyTree:
-        return jax.grad(lambda y: objective(self.problem, "lower", x, y, batch))(y)
+    def _mean(self, level: str, compute: Callable[..., PyTree], batch: Batch, *at: PyTree) -> PyTree:
+        """`compute(*at, batch)`, in blocks of samples where the problem asks for them."""
+        return in_blocks(lambda own: compute(*at, own), batch, self.problem.block_of(level))
+
+    def _f(self, x: PyTree, y: PyTree, batch: Batch) -> jax.Array:
+        return objective(self.problem, "upper", x, y, batch)
+
+    def _g(self, x: PyTree, y: PyTree, batch: Batch) -> jax.Array:
+        return objective(self.problem, "lower", x, y, batch)
 
     def _slope(self, x: PyTree, y: PyTree, v: PyTree, batch: Batch) -> jax.Array:
         """`⟨∇_y g_i(x, y), v⟩` without the gradient: a forward derivative along v."""
-        return jax.jvp(lambda y: objective(self.problem, "lower", x, y, batch), (y,), (v,))[1]
+        return jax.jvp(lambda y: self._g(x, y, batch), (y,), (v,))[1]
 
     def _count(self, batch: Batch, *kinds: str) -> None:
         for kind in kinds:
@@ -181,15 +197,16 @@ def _many(vectors: PyTree) -> int:
     return int(rows * columns)
 
 
-def _each(product: Any, x: PyTree, y: PyTree, vectors: PyTree, batch: Batch) -> PyTree:
-    """The product with every vector of a stack with two leading axes."""
+def _each(product: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """`product(x, y, v, batch)` for every vector v of a stack with two leading axes."""
 
-    def one(v: PyTree) -> PyTree:
-        return product(x, y, v, batch)
+    def of_stack(x: PyTree, y: PyTree, vectors: PyTree, batch: Batch) -> PyTree:
+        if (many := _many(vectors)) > _FEW:
+            return jax.vmap(jax.vmap(lambda v: product(x, y, v, batch)))(vectors)
+        rows = jax.tree.leaves(vectors)[0].shape[:2]
+        flat = jax.tree.map(lambda leaf: leaf.reshape(many, *leaf.shape[2:]), vectors)
+        each = (jax.tree.map(operator.itemgetter(place), flat) for place in range(many))
+        found = [product(x, y, v, batch) for v in each]
+        return jax.tree.map(lambda *own: jnp.stack(own).reshape(*rows, *own[0].shape), *found)
 
-    if (many := _many(vectors)) > _FEW:
-        return jax.vmap(jax.vmap(one))(vectors)
-    rows = jax.tree.leaves(vectors)[0].shape[:2]
-    flat = jax.tree.map(lambda leaf: leaf.reshape(many, *leaf.shape[2:]), vectors)
-    found = [one(jax.tree.map(operator.itemgetter(place), flat)) for place in range(many)]
-    return jax.tree.map(lambda *own: jnp.stack(own).reshape(*rows, *own[0].shape), *found)
+    return of_stack
