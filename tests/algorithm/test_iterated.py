@@ -64,11 +64,12 @@ def cost_after_the_steps(known: fb.Quadratic, x: jax.Array, when: Any, counts: j
     push, k_steps = PushSum(fb.links.Stochastic(), when), jr.split(jr.key(3))[1]
     with metering():
         own = fed.everyone.take(fed.keep(x))
-        z = fed.everyone.take(fed.keep(jnp.broadcast_to(problem.y0, (NODES, 4))))
-        w = fed.everyone.take(fed.keep(jnp.ones(NODES)))
+        first = jnp.broadcast_to(problem.y0, (NODES, 4)), jnp.ones(NODES)
+        held = fed.everyone.take(fed.keep(first))
         for t in range(STEPS):
-            z, w = push.exchange(fed, own, z, w, RATE, t, jr.fold_in(k_steps, t))
-        y = z.value / w.value[:, None]
+            held = push.exchange(fed, own, held, RATE, t, jr.fold_in(k_steps, t))
+        z, w = held.value
+        y = z / w[:, None]
         nodes = [Client(problem, clients, i, i, jr.key(0)) for i in range(NODES)]
         costs = [me.f(x[i], y[i], me.batch("upper", me.key)) for i, me in enumerate(nodes)]
     return jnp.average(jnp.stack(costs), weights=counts)

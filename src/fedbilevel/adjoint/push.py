@@ -20,6 +20,7 @@ from fedbilevel.adjoint.backward import AdjointStart, Backward, Begun, Outer, To
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.network import Links, Network, Reversed, check_both_ways, check_undirected
 from fedbilevel.fed.place import At
+from fedbilevel.number import check_shares
 
 Matrix = npt.NDArray[Any]
 
@@ -93,6 +94,7 @@ class PushAdjoint(eqx.Module):
     def __check_init__(self) -> None:
         if type(self.terms) is not int or self.terms < 0:
             raise ValueError(f"terms is {self.terms!r}; it must be a whole number of at least 0")
+        check_shares(self, "alpha", "beta")
         numbers = [value for value in (self.alpha, self.beta) if isinstance(value, int | float)]
         if not self.reduced and len(numbers) == 2 and numbers != [1, 0]:
             raise ValueError(
@@ -168,9 +170,6 @@ def VRHGP(terms: int, alpha: Any = 0.9, beta: Any = 0.1, **options: Any) -> Push
         beta: how much of w̃ is made anew in a round, between 0 and 1.
         **options: as for `PushAdjoint`.
     """
-    for name, value in (("alpha", alpha), ("beta", beta)):
-        if isinstance(value, int | float) and not 0 <= value <= 1:
-            raise ValueError(f"{name} is {value}; it must lie between 0 and 1")
     return PushAdjoint(terms, alpha, beta, reduced=True, **options)
 
 

@@ -104,14 +104,6 @@ def with_server(method: Any, n: int) -> Any:
     return dataclasses.replace(method, links=Complete())
 
 
-def check_not_negative(settings: Any, *names: str) -> None:
-    """Check the named fields of an algorithm: numbers of at least 0 (or values known at run time only)."""
-    for name in names:
-        value = getattr(settings, name)
-        if isinstance(value, int | float) and not value >= 0:
-            raise ValueError(f"{name} is {value!r}; it must be a number of at least 0")
-
-
 class TwoVariables(Algorithm[Variables]):
     """A method whose state is `(x, y)` and nothing else."""
 

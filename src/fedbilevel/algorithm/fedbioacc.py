@@ -29,6 +29,7 @@ from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.place import At, Kept, map_kept
 from fedbilevel.local.storm import FirstMomenta, Storm, StormMomenta, StormSteps
 from fedbilevel.local.work import Amount, amount, check_count
+from fedbilevel.number import check_not_negative
 from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree, zeros_like
 
@@ -96,10 +97,7 @@ class FedBiOAcc(Algorithm[StormState]):
 
     def __check_init__(self) -> None:
         check_field_settings(self)
-        for name in ("delta", "t0", "c_upper", "c_lower", "c_adjoint"):
-            value = getattr(self, name)
-            if not (isinstance(value, int | float) and value >= 0) and not hasattr(value, "shape"):
-                raise ValueError(f"{name} is {value!r}; it must be a number of at least 0")
+        check_not_negative(self, "delta", "t0", "c_upper", "c_lower", "c_adjoint")
 
     @classmethod
     def from_constants(

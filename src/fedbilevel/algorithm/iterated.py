@@ -16,13 +16,12 @@ from fedbilevel.fed.network import Network, Reversed
 from fedbilevel.fed.place import At
 from fedbilevel.local.push_sum import Debiased, Restart, Weighted
 from fedbilevel.local.trajectory import (
-    ArrivedTangents,
     BackwardAt,
     NoTangents,
-    OutgoingTangents,
     OwnTotal,
     Record,
     Room,
+    SteppedTangents,
     ThroughTangents,
 )
 from fedbilevel.local.work import check_count
@@ -70,17 +69,16 @@ class ITD(eqx.Module):
 
     def _backward(self, fed: Federation, at: Equilibrium, k_start: jax.Array, k_steps: jax.Array) -> At:
         everyone, push = fed.everyone, PushSum(at.links, at.when)
-        (z, w), relative = _begun(fed, at), everyone.relative_weights()
-        history = everyone.run(Room(self.steps), z, w, key=k_start)
+        held, relative = _begun(fed, at), everyone.relative_weights()
+        history = everyone.run(Room(self.steps), held, key=k_start)
 
-        def ahead(index: Any, carry: tuple[At, At, At]) -> tuple[At, At, At]:
-            z, w, history = carry
-            history = everyone.run(Record(index), history, z, w, key=k_start)
-            z, w = push.exchange(fed, at.x, z, w, at.lr, at.time + index, jr.fold_in(k_steps, index))
-            return z, w, history
+        def ahead(index: Any, carry: tuple[At, At]) -> tuple[At, At]:
+            held, history = carry
+            history = everyone.run(Record(index), history, held, key=k_start)
+            return push.exchange(fed, at.x, held, at.lr, at.time + index, jr.fold_in(k_steps, index)), history
 
-        z, w, history = fed.loop(self.steps, ahead, (z, w, history))
-        direct, c = _at_the_end(fed, at, z, w, k_start)
+        held, history = fed.loop(self.steps, ahead, (held, history))
+        direct, c = _at_the_end(fed, at, held, k_start)
         begun = everyone.run(Begun(1), at.x, c, key=k_start)
         rule = Backward(at.lr, 1.0, 0.0, at.when)
 
@@ -99,37 +97,40 @@ class ITD(eqx.Module):
 
     def _forward(self, fed: Federation, at: Equilibrium, k_start: jax.Array, k_steps: jax.Array) -> At:
         everyone, push = fed.everyone, PushSum(at.links, at.when)
-        (z, w), relative = _begun(fed, at), everyone.relative_weights()
-        tangents = everyone.run(NoTangents(fed.n), at.x, z, key=k_start)
+        held, relative = _begun(fed, at), everyone.relative_weights()
+        tangents = everyone.run(NoTangents(fed.n), at.x, held[0], key=k_start)
 
-        def ahead(index: Any, carry: tuple[At, At, At]) -> tuple[At, At, At]:
-            z, w, tangents = carry
+        def ahead(index: Any, carry: tuple[At, At]) -> tuple[At, At]:
+            held, tangents = carry
             key, time = jr.fold_in(k_steps, index), at.time + index
             k_batch, k_links = step_keys(key)
-            program = OutgoingTangents(at.lr, at.when)
-            out = everyone.run(program, at.x, z, w, relative, tangents, key=k_batch)
-            mixed = everyone.push(out[0], at.links, "tangents", key=k_links, time=time)
-            tangents = everyone.run(ArrivedTangents(at.when), mixed, out[1], key=key)
-            return *push.exchange(fed, at.x, z, w, at.lr, time, key), tangents
 
-        z, w, tangents = fed.loop(self.steps, ahead, (z, w, tangents))
-        direct, c = _at_the_end(fed, at, z, w, k_start)
+            def stepped(to: At) -> At:
+                return everyone.run(SteppedTangents(at.lr), at.x, held, to, relative, tangents, key=k_batch)
+
+            def mixed(sent: At) -> At:
+                return everyone.push(sent, at.links, "tangents", key=k_links, time=time)
+
+            new = mixed(stepped(tangents)) if at.when == "before" else stepped(mixed(tangents))
+            return push.exchange(fed, at.x, held, at.lr, time, key), new
+
+        held, tangents = fed.loop(self.steps, ahead, (held, tangents))
+        direct, c = _at_the_end(fed, at, held, k_start)
         mine = everyone.run(ThroughTangents(), tangents, c, key=k_start)
         total = scale(fed.n, everyone.mean(mine, "sum", weight=[1.0] * fed.n))
         return everyone.run(OwnTotal(), at.x, direct, everyone.deal(total, "sum"), key=k_start)
 
 
-def _begun(fed: Federation, at: Equilibrium) -> tuple[At, At]:
-    """z and w of every node where the problem starts."""
+def _begun(fed: Federation, at: Equilibrium) -> At:
+    """`(z, w)` of every node where the problem starts."""
     everyone = fed.everyone
     start = everyone.run(Restart(), at.y, at.w, key=jr.key(0))
-    weighted = everyone.run(Weighted(), start[0], start[1], key=jr.key(0))
-    return weighted[0], weighted[1]
+    return everyone.run(Weighted(), start[0], start[1], key=jr.key(0))
 
 
-def _at_the_end(fed: Federation, at: Equilibrium, z: At, w: At, key: jax.Array) -> tuple[At, At]:
+def _at_the_end(fed: Federation, at: Equilibrium, held: At, key: jax.Array) -> tuple[At, At]:
     """A node's share of the mean cost at the last point: its direct gradient, and that in z."""
     everyone = fed.everyone
-    y = everyone.run(Debiased(), z, w, key=key)
-    start = everyone.run(AdjointStart("global", fed.n), at.x, y, w, everyone.relative_weights(), key=key)
+    y, relative = everyone.run(Debiased(), held, key=key), everyone.relative_weights()
+    start = everyone.run(AdjointStart("global", fed.n), at.x, y, held[1], relative, key=key)
     return start[0], start[1]

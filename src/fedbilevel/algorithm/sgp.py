@@ -15,17 +15,16 @@ from fedbilevel.algorithm.fedbio import copies
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.network import Links, check_all_answer, check_links, check_push_sum
 from fedbilevel.fed.place import At, Kept
-from fedbilevel.local.push_sum import Arrived, Debiased, Noted, Outgoing, Weighted
+from fedbilevel.local.push_sum import Debiased, Noted, Stepped, Weighted
 from fedbilevel.local.work import check_count
 from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree
 
 
 class Pushed(NamedTuple):
-    """What nodes hold while they push: z, w, and what they have noted of the network."""
+    """What nodes hold while they push: `(z, w)`, and what they have noted of the network."""
 
-    z: At
-    w: At
+    held: At
     statistics: At
 
 
@@ -65,29 +64,29 @@ class PushSum(eqx.Module):
         if self.when not in ("before", "after"):
             raise ValueError(f'when is {self.when!r}; it must be "before" or "after"')
 
-    def exchange(
-        self, fed: Federation, x: At, z: At, w: At, lr: Any, time: Any, key: jax.Array
-    ) -> tuple[At, At]:
-        """One gradient step at every node and one exchange: the new z and w."""
+    def exchange(self, fed: Federation, x: At, held: At, lr: Any, time: Any, key: jax.Array) -> At:
+        """One gradient step at every node and one exchange: the new `(z, w)`."""
         everyone, links = fed.everyone, self.links
         k_batch, k_links = step_keys(key)
         relative = everyone.relative_weights(alike=links is None)
-        out = everyone.run(Outgoing(lr, self.when), x, z, w, relative, key=k_batch)
-        mixed = out[0]
-        if links is not None:
-            mixed = everyone.push(mixed, links, "z", key=k_links, time=time)
-        arrived = everyone.run(Arrived(self.when), mixed, out[1], key=key)
-        return arrived[0], arrived[1]
+
+        def stepped(to: At) -> At:
+            return everyone.run(Stepped(lr), x, held, to, relative, key=k_batch)
+
+        def mixed(sent: At) -> At:
+            return sent if links is None else everyone.push(sent, links, "z", key=k_links, time=time)
+
+        return mixed(stepped(held)) if self.when == "before" else stepped(mixed(held))
 
     def step(
         self, fed: Federation, x: At, now: Pushed, lr: Any, time: Any, key: jax.Array, before: Any = 0
     ) -> Pushed:
         """An exchange; nodes note what they sent and heard, and w in a mean of `before` values so far."""
-        z, w = self.exchange(fed, x, now.z, now.w, lr, time, key)
+        held = self.exchange(fed, x, now.held, lr, time, key)
         if self.links is None:
-            return Pushed(z, w, now.statistics)
+            return Pushed(held, now.statistics)
         seen = fed.everyone.witnessed(self.links, key=step_keys(key)[1], time=time)
-        return Pushed(z, w, fed.everyone.run(Noted(before), now.statistics, seen, w, key=key))
+        return Pushed(held, fed.everyone.run(Noted(before), now.statistics, seen, held[1], key=key))
 
     def run(self, fed: Federation, x: At, start: Lower, rates: Any, key: jax.Array, first: Any = 0) -> Lower:
         """As many steps as there are `rates`, from what nodes keep; the first one is at the time `first`."""
@@ -95,15 +94,15 @@ class PushSum(eqx.Module):
             check_all_answer(fed)
         everyone = fed.everyone
         y, w, statistics = (everyone.take(value) for value in start)
-        weighted = everyone.run(Weighted(), y, w, key=key)
+        held = everyone.run(Weighted(), y, w, key=key)
 
         def body(index: Any, now: Pushed) -> Pushed:
             late = jnp.maximum(index - rates.shape[0] // 2, 0)
             return self.step(fed, x, now, rates[index], first + index, jr.fold_in(key, index), late)
 
-        z, w, statistics = fed.loop(rates.shape[0], body, Pushed(weighted[0], weighted[1], statistics))
-        y = everyone.run(Debiased(), z, w, key=key)
-        return Lower(*(everyone.put(*pair) for pair in zip(start, (y, w, statistics), strict=True)))
+        held, statistics = fed.loop(rates.shape[0], body, Pushed(held, statistics))
+        y = everyone.run(Debiased(), held, key=key)
+        return Lower(*(everyone.put(*pair) for pair in zip(start, (y, held[1], statistics), strict=True)))
 
 
 def step_keys(key: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -137,7 +137,7 @@ class Given(Links):
     matrix: Float[Array, "... clients clients"]
 
     def __init__(self, matrix: Any) -> None:
-        self.matrix = jnp.asarray(_as_array(matrix))
+        self.matrix = _as_array(matrix)
         if self.matrix.ndim not in (2, 3) or self.matrix.shape[-2] != self.matrix.shape[-1]:
             raise ValueError(
                 "links need a square matrix, one row and column a client, or several of them; "
@@ -175,7 +175,7 @@ def _connected_graph(n: int, probability: float, seed: int) -> Matrix:
 
 
 def _check_probabilities(values: Matrix) -> None:
-    if not np.all((values >= 0) & (values <= 1)):
+    if values.dtype.kind not in "biuf" or not np.all((values >= 0) & (values <= 1)):
         raise ValueError(f"probabilities of links must lie between 0 and 1; got {values.tolist()}")
 
 
@@ -187,6 +187,12 @@ def _check_symmetric(probability: Matrix) -> None:
         )
 
 
-def _as_array(matrix: Any) -> Any:
-    """A sequence of matrices as one array."""
-    return jnp.stack([jnp.asarray(m) for m in matrix]) if isinstance(matrix, Sequence) else matrix
+def _as_array(matrix: Any) -> jax.Array:
+    """A matrix, or a sequence of matrices or rows, as one array."""
+    try:
+        rows = isinstance(matrix, Sequence) and not isinstance(matrix, str)
+        return jnp.stack([jnp.asarray(row) for row in matrix]) if rows else jnp.asarray(matrix)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"links need a square matrix of numbers, one row and column a client; got {repr(matrix)[:80]}"
+        ) from None

@@ -16,6 +16,7 @@ from fedbilevel.fed.codec import Codec
 from fedbilevel.fed.loop import branch, repeat
 from fedbilevel.local.descent import Descent
 from fedbilevel.local.work import Amount, Work, amount, check_amounts, of_client
+from fedbilevel.number import check_positive
 from fedbilevel.problem.base import Problem
 from fedbilevel.problem.oracle import Client
 from fedbilevel.tree import PyTree, scale
@@ -134,8 +135,9 @@ class GradientDecoder(Decoder):
     def __check_init__(self) -> None:
         check_amounts(self, "lower_steps")
         check_choice("start", self.start, ("cold", "warm"))
-        for name in ("lower_lr", "adjoint_lr"):
-            check_positive(name, getattr(self, name))
+        check_positive(self, "lower_lr")
+        if self.adjoint_lr is not None:
+            check_positive(self, "adjoint_lr")
         if type(self.terms) is not int or self.terms < 0:
             raise ValueError(f"terms is {self.terms!r}; it must be a whole number of at least 0")
 
@@ -242,9 +244,3 @@ def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
         near = difflib.get_close_matches(str(value), allowed, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}{hint}")
-
-
-def check_positive(name: str, value: Any) -> None:
-    """Raise an error that explains if the value is a number, known now, that is not above 0."""
-    if isinstance(value, int | float) and not value > 0:
-        raise ValueError(f"{name} is {value!r}; it must be a number above 0")

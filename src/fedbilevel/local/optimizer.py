@@ -71,7 +71,7 @@ class PerBlock(Optimizer):
 
     def _labels(self, parameters: PyTree) -> PyTree:
         if not isinstance(parameters, Mapping) or set(parameters) != set(self.blocks):
-            found = sorted(parameters) if isinstance(parameters, Mapping) else type(parameters).__name__
+            found = f"the blocks {sorted(parameters)}" if isinstance(parameters, Mapping) else "no blocks"
             raise ValueError(
                 f"there are optimisers for the blocks {sorted(self.blocks)}, but the variable has {found}"
             )

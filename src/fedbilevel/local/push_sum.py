@@ -4,42 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from fedbilevel.adjoint.backward import When
 from fedbilevel.fed.program import Program
 from fedbilevel.problem.oracle import Client
 from fedbilevel.tree import PyTree, add, scale, step, sub
 
 
-class Outgoing(Program):
-    """`(x, z, w, relative) ↦ (message, own)`: what a node sends of z and w, and the step it makes afterwards.
+class Stepped(Program):
+    """`(x, (z, w), to, relative) ↦ to − (α_i∇_y g_i(x, z/w), 0)`: a step from `to` by the gradient at z.
 
-    before: sends `z − α_i∇_y g_i(x, z/w)`; after: sends z, and will subtract `α_i∇_y g_i` of the old point.
-    `α_i` is α times the node's relative weight.
+    The step is from `(z, w)` itself, before it is sent, or from what arrived. `α_i` is α times the node's
+    relative weight.
     """
 
     lr: Any
-    when: When = eqx.field(static=True)
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
-        x, z, w, relative = values
+        x, (z, w), to, relative = values
         gradient = me.g_y(x, scale(1 / w, z), me.batch("lower", me.key))
-        if self.when == "before":
-            return (step(z, self.lr * relative, gradient), w), ()
-        return (z, w), scale(self.lr * relative, gradient)
-
-
-class Arrived(Program):
-    """`((z, w), own) ↦ (z, w)`: what a node has after an exchange."""
-
-    when: When = eqx.field(static=True)
-
-    def __call__(self, me: Client, *values: Any) -> PyTree:
-        (z, w), own = values
-        return (z if self.when == "before" else sub(z, own)), w
+        return step(to[0], self.lr * relative, gradient), to[1]
 
 
 class Displaced(Program):
@@ -74,7 +59,7 @@ class Debiased(Program):
     """`(z, w) ↦ y = z/w`."""
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
-        z, w = values
+        ((z, w),) = values
         return scale(1 / w, z)
 
 

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from fedbilevel.local.count_sketch import SparseJL
-from fedbilevel.local.decode import STARTS, Decoder, check_choice, check_positive
+from fedbilevel.local.decode import STARTS, Decoder, check_choice
 from fedbilevel.local.lasso import METHODS, active_set, lasso, lasso_adjoint, least_squares
 from fedbilevel.local.sketch import SRHT, Gaussian, Operator, Sketch
 from fedbilevel.local.work import check_count
+from fedbilevel.number import check_not_negative, check_positive
 from fedbilevel.problem.base import Problem
 from fedbilevel.problem.oracle import Client
 from fedbilevel.tree import PyTree, size
@@ -188,9 +189,9 @@ class SketchLasso(Sketched):
         check_count("cg_iterations", self.cg_iterations)
         check_choice("method", self.method, METHODS)
         check_choice("when_flat", self.when_flat, ("linear", "zero"))
-        check_positive("lower_lr", self.lower_lr)
-        if isinstance(self.penalty, int | float) and not self.penalty >= 0:
-            raise ValueError(f"penalty is {self.penalty!r}; it must be a number of at least 0")
+        if self.lower_lr is not None:
+            check_positive(self, "lower_lr")
+        check_not_negative(self, "penalty")
 
     def kind(self) -> Sketch:
         return sketch_of(self.sketch, self.size, self.seed, self.memory_limit)

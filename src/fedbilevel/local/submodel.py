@@ -14,10 +14,11 @@ import jax.random as jr
 from fedbilevel.fed.codec import Codec, Partial
 from fedbilevel.fed.ledger import Entry, count
 from fedbilevel.fed.loop import repeat
-from fedbilevel.local.decode import Decoded, Decoder, check_choice, check_positive
+from fedbilevel.local.decode import Decoded, Decoder, check_choice
 from fedbilevel.local.mask_net import MaskNet
 from fedbilevel.local.optimizer import Named
 from fedbilevel.local.work import check_count
+from fedbilevel.number import check_not_negative, check_positive
 from fedbilevel.problem.base import Problem, ProblemError, objective
 from fedbilevel.problem.oracle import Client
 from fedbilevel.problem.submodel import (
@@ -92,7 +93,8 @@ class Submodel(Decoder):
     def __check_init__(self) -> None:
         for name in ("mask_steps", "refresh", "hidden"):
             check_count(name, getattr(self, name))
-        check_positive("mask_lr", self.mask_lr)
+        check_positive(self, "mask_lr")
+        check_not_negative(self, "penalty")
         check_choice("average", self.average, ("all", "holders"))
         if self.full and self.average == "holders":
             raise ValueError(

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
-from fedbilevel.adjoint.backward import Backward, When
+from fedbilevel.adjoint.backward import Backward
 from fedbilevel.fed.program import Program
 from fedbilevel.problem.oracle import Client
-from fedbilevel.tree import PyTree, add, row, scale, sub
+from fedbilevel.tree import PyTree, add, row, scale, step
 
 
 class Room(Program):
@@ -21,17 +21,18 @@ class Room(Program):
     steps: int = eqx.field(static=True)
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
-        return jax.tree.map(lambda leaf: jnp.zeros((self.steps, *leaf.shape), leaf.dtype), values)
+        (point,) = values
+        return jax.tree.map(lambda leaf: jnp.zeros((self.steps, *leaf.shape), leaf.dtype), point)
 
 
 class Record(Program):
-    """`(history, *point) ↦ history` with the point at a place."""
+    """`(history, point) ↦ history` with the point at a place."""
 
     place: Any
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
-        history, *point = values
-        return jax.tree.map(lambda log, leaf: log.at[self.place].set(leaf), history, tuple(point))
+        history, point = values
+        return jax.tree.map(lambda log, leaf: log.at[self.place].set(leaf), history, point)
 
 
 class BackwardAt(Program):
@@ -57,31 +58,23 @@ class NoTangents(Program):
         return jax.tree.map(lambda leaf: jnp.zeros((self.nodes, count, *leaf.shape), leaf.dtype), z)
 
 
-class OutgoingTangents(Program):
-    """`(x, z, w, relative, tangents) ↦ (message, own)`: the derivative of `Outgoing`, in every node's x."""
+class SteppedTangents(Program):
+    """`(x, (z, w), to, relative, tangents) ↦ tangents`: the derivative of `Stepped`, in every node's x.
+
+    `to` are the tangents of what is stepped from, `tangents` those of z.
+    """
 
     lr: Any
-    when: When = eqx.field(static=True)
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
-        x, z, w, relative, tangents = values
+        x, (z, w), to, relative, tangents = values
         batch, y = me.batch("lower", me.key), scale(1 / w, z)
         flat, unravel = ravel_pytree(x)
         basis = jax.vmap(unravel)(jnp.eye(flat.size, dtype=flat.dtype))
         through_z = scale(1 / w, me.g_yy_each(x, y, tangents, batch))
         direct = me.g_yx_each(x, y, basis, batch)
-        change = scale(self.lr * relative, jax.tree.map(lambda a, b: a.at[me.id].add(b), through_z, direct))
-        return (sub(tangents, change), ()) if self.when == "before" else (tangents, change)
-
-
-class ArrivedTangents(Program):
-    """`(message, own) ↦ tangents`."""
-
-    when: When = eqx.field(static=True)
-
-    def __call__(self, me: Client, *values: Any) -> PyTree:
-        message, own = values
-        return message if self.when == "before" else sub(message, own)
+        slope = jax.tree.map(lambda a, b: a.at[me.id].add(b), through_z, direct)
+        return step(to, self.lr * relative, slope)
 
 
 class ThroughTangents(Program):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from fedbilevel.algorithm.base import Algorithm, Info, check_lengths, check_not_negative, with_server
+from fedbilevel.algorithm.base import Algorithm, Info, check_lengths, with_server
 from fedbilevel.algorithm.baseline.local import first_own
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.links import Complete, Links
@@ -17,6 +17,7 @@ from fedbilevel.fed.place import Kept
 from fedbilevel.fed.program import Program
 from fedbilevel.local.descent import Descent
 from fedbilevel.local.work import Amount, Work, amount, check_amounts
+from fedbilevel.number import check_not_negative
 from fedbilevel.problem.oracle import Client
 from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree, add, sub

@@ -23,6 +23,7 @@ from fedbilevel.local.decode import check_choice
 from fedbilevel.local.learn import Learn
 from fedbilevel.local.optimizer import SGD, Optimizer, optimizer
 from fedbilevel.local.work import Amount, amount, check_amounts, check_count
+from fedbilevel.number import check_not_negative
 from fedbilevel.problem.oracle import Client
 from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree, add, scale, size, sub, zeros_like
@@ -190,7 +191,8 @@ class FetchSGD(Algorithm[Tables]):
         check_amounts(self, "learn_steps")
         for name in ("rows", "columns", "k"):
             check_count(name, getattr(self, name))
-        if isinstance(self.momentum, int | float) and not 0 <= self.momentum < 1:
+        check_not_negative(self, "momentum")
+        if isinstance(self.momentum, int | float) and self.momentum >= 1:
             raise ValueError(f"momentum is {self.momentum!r}; it must be at least 0 and below 1")
 
     @property

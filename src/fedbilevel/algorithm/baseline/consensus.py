@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from fedbilevel.fed.cohort import Cohort
 from fedbilevel.fed.place import At
-from fedbilevel.local.decode import check_positive
+from fedbilevel.number import check_not_negative, check_positive
 
 
 class Consensus(eqx.Module):
@@ -43,7 +43,7 @@ class SharpMean(Consensus):
     temperature: Any = 0.1
 
     def __check_init__(self) -> None:
-        check_positive("temperature", self.temperature)
+        check_positive(self, "temperature")
 
     def sent(self, logits: Float[Array, "samples classes"]) -> Float[Array, "samples classes"]:
         return jax.nn.softmax(logits)
@@ -67,8 +67,7 @@ class Confident(Consensus):
     diversity: Any = 0.05
 
     def __check_init__(self) -> None:
-        if isinstance(self.diversity, int | float) and not self.diversity >= 0:
-            raise ValueError(f"diversity is {self.diversity!r}; it must be a number of at least 0")
+        check_not_negative(self, "diversity")
 
     def target(self, cohort: Cohort, sent: At) -> jax.Array:
         return self.of(*cohort.gather(sent, "logits"))

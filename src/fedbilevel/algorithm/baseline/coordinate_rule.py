@@ -22,6 +22,7 @@ from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.place import Kept
 from fedbilevel.fed.program import Program
 from fedbilevel.local.learn import Learn
+from fedbilevel.number import check_shares
 from fedbilevel.problem.oracle import Client
 from fedbilevel.problem.submodel import Kernels, best
 from fedbilevel.tree import PyTree, dot, normal_like, times, where, zeros_like
@@ -105,6 +106,9 @@ class PruneAndGrow(CoordinateRule):
     regrown: Any = 0.1
     until: int = eqx.field(static=True, default=1000)
     every: int = eqx.field(static=True, default=10)
+
+    def __check_init__(self) -> None:
+        check_shares(self, "regrown")
 
     def first(self, fed: Federation, parts: Parts, work: Train, key: jax.Array) -> tuple[PyTree, Kept | None]:
         # All zeros: the client has none yet, and draws one.

@@ -8,12 +8,13 @@ import equinox as eqx
 import jax
 import jax.random as jr
 
-from fedbilevel.algorithm.base import Info, TwoVariables, Variables, check_not_negative, with_server
+from fedbilevel.algorithm.base import Info, TwoVariables, Variables, with_server
 from fedbilevel.data.batches import Batch
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.links import Complete, Links
 from fedbilevel.fed.program import Program
 from fedbilevel.local.work import Amount, Work, amount, check_amounts
+from fedbilevel.number import check_not_negative
 from fedbilevel.problem.oracle import Client
 from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree, add, scale, step, sub

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.random as jr
 
-from fedbilevel.algorithm.base import Algorithm, Info, check_lengths, check_not_negative, with_server
+from fedbilevel.algorithm.base import Algorithm, Info, check_lengths, with_server
 from fedbilevel.algorithm.baseline.local import first_own
 from fedbilevel.data.batches import Batch
 from fedbilevel.fed.federation import Federation
@@ -17,6 +17,7 @@ from fedbilevel.fed.loop import repeat
 from fedbilevel.fed.place import Kept
 from fedbilevel.fed.program import Program
 from fedbilevel.local.work import Amount, Work, amount, check_amounts, check_count
+from fedbilevel.number import check_not_negative
 from fedbilevel.problem.oracle import Client
 from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree, add, scale, step, sub
