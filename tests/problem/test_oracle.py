@@ -159,13 +159,13 @@ def test_a_minibatch_is_the_mean_over_its_samples():
 def test_blocks_of_samples_change_nothing(vectors):
     """On a minibatch without weights, for the oracles of many vectors; five are multiplied all at once."""
     samples = data_of(7, 5)
-    stack = jax.tree.map(lambda leaf: np.stack([leaf * (i + 1) for i in range(vectors)])[None], V)
+    stack = jax.tree.map(lambda leaf: np.stack([leaf * (i + 1) for i in range(vectors)]), V)
 
     def products(block):
         me, batch = client(0, block=block), Batch(samples, count=7)
         directions = jax.tree.map(lambda leaf: np.stack([leaf, leaf**2]), X)
-        many = me.g_xy_each(X, Y, stack, batch), me.g_yy_each(X, Y, stack, batch)
-        both = me.g_xy_and_yy_each(X, Y, stack, batch)
+        many = me.g_xy_each(X, Y, (stack,), batch), me.g_yy_each(X, Y, (stack,), batch)
+        both = me.g_xy_and_yy_each(X, Y, (stack, stack), batch)
         return me.g_y_change(X, V, Y, batch), me.g_yx_each(X, Y, directions, batch), many, both
 
     whole, parts = flat(products(None)), flat(products(3))

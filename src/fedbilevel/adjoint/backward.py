@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import jax.random as jr
 
 from fedbilevel.fed.program import Program
-from fedbilevel.problem.oracle import Client
+from fedbilevel.problem.oracle import Client, Stacks
 from fedbilevel.tree import PyTree, add, row, scale, step
 
 When: TypeAlias = Literal["before", "after"]
@@ -55,7 +55,7 @@ class AdjointStart(Program):
 class Backward(Program):
     """`(x, y, w, relative, v, vectors, c, received, again) ↦ (v, vectors)`: a step of the adjoint recursion.
 
-    `vectors` has leading axes (kinds, targets): kinds are u, or u and w̃ where variance is reduced,
+    `vectors` are `(u,)`, or `(u, w̃)` where variance is reduced, each with a leading axis of targets,
 
         v ← a v − α J(a q_u + (1 − a) q_w̃)
         u ← Âu
@@ -86,8 +86,8 @@ class Backward(Program):
         return self._mixed_v(v, lr, jq), self._mixed(vectors, moved, c)
 
     def _products(
-        self, me: Client, at: tuple[PyTree, PyTree], q: PyTree, q_v: PyTree
-    ) -> tuple[PyTree, PyTree]:
+        self, me: Client, at: tuple[PyTree, PyTree], q: Stacks, q_v: Stacks
+    ) -> tuple[Stacks, Stacks]:
         """`J q` and `H q` for every vector: in one pass over one batch, or each on a batch of its own."""
         if not self.fresh:
             return me.g_xy_and_yy_each(*at, q, me.batch("lower", me.key))
@@ -95,22 +95,15 @@ class Backward(Program):
         jq = me.g_xy_each(*at, q_v, me.batch("lower", k_v))
         return jq, me.g_yy_each(*at, q, me.batch("lower", k_u))
 
-    def _mixed_v(self, v: PyTree, lr: Any, jq: PyTree) -> PyTree:
-        change = row(jq, 0)
-        if self._kinds(jq) == 2:
-            change = add(scale(self.keep, change), scale(1 - self.keep, row(jq, 1)))
+    def _mixed_v(self, v: PyTree, lr: Any, jq: Stacks) -> PyTree:
+        change = jq[0] if len(jq) == 1 else add(scale(self.keep, jq[0]), scale(1 - self.keep, jq[1]))
         return step(scale(self.keep, v), lr, change)
 
-    def _mixed(self, vectors: PyTree, moved: PyTree, c: PyTree) -> PyTree:
-        u = row(moved, 0)
-        if self._kinds(moved) == 1:
+    def _mixed(self, vectors: Stacks, moved: Stacks, c: PyTree) -> Stacks:
+        if len(moved) == 1:
             return moved
-        anew, longer = add(row(moved, 1), c), add(row(vectors, 1), u)
-        w = add(scale(self.renew, anew), scale(1 - self.renew, longer))
-        return jax.tree.map(lambda a, b: jnp.stack([a, b]), u, w)
-
-    def _kinds(self, tree: PyTree) -> int:
-        return int(jax.tree.leaves(tree)[0].shape[0])
+        anew, longer = add(moved[1], c), add(vectors[1], moved[0])
+        return moved[0], add(scale(self.renew, anew), scale(1 - self.renew, longer))
 
 
 class Begun(Program):
@@ -122,7 +115,7 @@ class Begun(Program):
         x, c = values
         targets = jax.tree.leaves(c)[0].shape[0]
         v = jax.tree.map(lambda leaf: jnp.zeros((targets, *leaf.shape), leaf.dtype), x)
-        return v, jax.tree.map(lambda leaf: jnp.stack([leaf] * self.kinds), c)
+        return v, (c,) * self.kinds
 
 
 class Total(Program):

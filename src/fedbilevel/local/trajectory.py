@@ -71,10 +71,16 @@ class SteppedTangents(Program):
         batch, y = me.batch("lower", me.key), scale(1 / w, z)
         flat, unravel = ravel_pytree(x)
         basis = jax.vmap(unravel)(jnp.eye(flat.size, dtype=flat.dtype))
-        through_z = scale(1 / w, me.g_yy_each(x, y, tangents, batch))
+        (products,) = me.g_yy_each(x, y, (jax.tree.map(_one_axis, tangents),), batch)
+        through_z = jax.tree.map(lambda leaf, like: leaf.reshape(like.shape) / w, products, tangents)
         direct = me.g_yx_each(x, y, basis, batch)
         slope = jax.tree.map(lambda a, b: a.at[me.id].add(b), through_z, direct)
         return step(to, self.lr * relative, slope)
+
+
+def _one_axis(leaf: jax.Array) -> jax.Array:
+    """The first two axes as one."""
+    return leaf.reshape(-1, *leaf.shape[2:])
 
 
 class ThroughTangents(Program):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax
@@ -15,11 +14,14 @@ from fedbilevel.data.batches import Batch, Samples, in_blocks
 from fedbilevel.data.clients import Clients
 from fedbilevel.fed.ledger import Entry, count
 from fedbilevel.problem.base import OnFeatures, Problem, Separable, objective
-from fedbilevel.tree import PyTree
+from fedbilevel.tree import PyTree, row
 
 _FEW = 4
-"""Up to so many vectors are multiplied one after another. A stack of them makes stacks of matrix products,
-whose transposes XLA copies on a CPU, in the place of folding them into the products."""
+"""Up to so many vectors of a stack are multiplied one after another. All at once they make stacks of matrix
+products, whose transposes XLA copies on a CPU, in the place of folding them into the products."""
+
+Stacks: TypeAlias = tuple[PyTree, ...]
+"""Some stacks of vectors like y, each with one leading axis."""
 
 
 class Client:
@@ -142,15 +144,18 @@ class Client:
         )
         return both
 
-    def g_xy_each(self, x: PyTree, y: PyTree, vectors: PyTree, batch: Batch) -> PyTree:
-        """`J_i v` for every v of a stack with two leading axes; they share the work at `(x, y)`."""
+    def g_xy_each(self, x: PyTree, y: PyTree, vectors: Stacks, batch: Batch) -> Stacks:
+        """`J_i v` for every v of some stacks; they share the work at `(x, y)`."""
         self._count(batch, *("g_xy",) * _many(vectors))
-        return self._mean("lower", _each(jax.grad(self._slope)), batch, x, y, vectors)
+        products: Stacks = self._mean("lower", _each(jax.grad(self._slope)), batch, x, y, vectors)
+        return products
 
-    def g_yy_each(self, x: PyTree, y: PyTree, vectors: PyTree, batch: Batch) -> PyTree:
-        """`H_i v` for every v of a stack with two leading axes; they share the work at `(x, y)`."""
+    def g_yy_each(self, x: PyTree, y: PyTree, vectors: Stacks, batch: Batch) -> Stacks:
+        """`H_i v` for every v of some stacks; they share the work at `(x, y)`."""
         self._count(batch, *("g_yy",) * _many(vectors))
-        return self._mean("lower", _each(jax.grad(self._slope, argnums=1)), batch, x, y, vectors)
+        product = _each(jax.grad(self._slope, argnums=1))
+        products: Stacks = self._mean("lower", product, batch, x, y, vectors)
+        return products
 
     def g_yx_each(self, x: PyTree, y: PyTree, directions: PyTree, batch: Batch) -> PyTree:
         """`∂_x ∇_y g_i · d`, like y, for every d (like x) of a stack; counted as g_xy."""
@@ -161,12 +166,12 @@ class Client:
 
         return self._mean("lower", jax.vmap(along, in_axes=(0, None)), batch, directions)
 
-    def g_xy_and_yy_each(self, x: PyTree, y: PyTree, vectors: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
-        """`(J_i v, H_i v)` for every v of a stack with two leading axes; they share the work at `(x, y)`."""
+    def g_xy_and_yy_each(self, x: PyTree, y: PyTree, vectors: Stacks, batch: Batch) -> tuple[Stacks, Stacks]:
+        """`(J_i v, H_i v)` for every v of some stacks; they share the work at `(x, y)`."""
         self._count(batch, *("g_xy", "g_yy") * _many(vectors))
-        products = _each(jax.grad(self._slope, argnums=(0, 1)))
-        both: tuple[PyTree, PyTree] = self._mean("lower", products, batch, x, y, vectors)
-        return both
+        product = _each(jax.grad(self._slope, argnums=(0, 1)))
+        jv, hv = zip(*self._mean("lower", product, batch, x, y, vectors), strict=True)
+        return jv, hv
 
     def _mean(self, level: str, compute: Callable[..., PyTree], batch: Batch, *at: PyTree) -> PyTree:
         """`compute(*at, batch)`, in blocks of samples where the problem asks for them."""
@@ -191,22 +196,18 @@ class Client:
             count(Entry("samples"), batch.count)
 
 
-def _many(vectors: PyTree) -> int:
-    """How many vectors a stack with two leading axes has."""
-    rows, columns = jax.tree.leaves(vectors)[0].shape[:2]
-    return int(rows * columns)
+def _many(stacks: Stacks) -> int:
+    """How many vectors there are."""
+    return sum(len(jax.tree.leaves(stack)[0]) for stack in stacks)
 
 
-def _each(product: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """`product(x, y, v, batch)` for every vector v of a stack with two leading axes."""
+def _each(product: Callable[..., PyTree]) -> Callable[..., Stacks]:
+    """`product(x, y, v, batch)` for every vector v of some stacks."""
 
-    def of_stack(x: PyTree, y: PyTree, vectors: PyTree, batch: Batch) -> PyTree:
-        if (many := _many(vectors)) > _FEW:
-            return jax.vmap(jax.vmap(lambda v: product(x, y, v, batch)))(vectors)
-        rows = jax.tree.leaves(vectors)[0].shape[:2]
-        flat = jax.tree.map(lambda leaf: leaf.reshape(many, *leaf.shape[2:]), vectors)
-        each = (jax.tree.map(operator.itemgetter(place), flat) for place in range(many))
-        found = [product(x, y, v, batch) for v in each]
-        return jax.tree.map(lambda *own: jnp.stack(own).reshape(*rows, *own[0].shape), *found)
+    def of_stack(x: PyTree, y: PyTree, stack: PyTree, batch: Batch) -> PyTree:
+        if (many := _many((stack,))) > _FEW:
+            return jax.vmap(lambda v: product(x, y, v, batch))(stack)
+        found = [product(x, y, row(stack, place), batch) for place in range(many)]
+        return jax.tree.map(lambda *own: jnp.stack(own), *found)
 
-    return of_stack
+    return lambda x, y, stacks, batch: tuple(of_stack(x, y, stack, batch) for stack in stacks)
