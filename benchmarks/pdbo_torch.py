@@ -1,9 +1,9 @@
 """An outer step of PDBO against the same as one would write it in PyTorch: a loop over nodes with autograd.
 
 The `TwoLayerCNN` on images of 28 × 28 pixels, links that come and go, hypergradient push with reduced
-variance, batches of 32. T lower steps and M rounds are a quarter of 60 and 20, so that it does not take
-minutes; both times are proportional to them. One node after another on our side too (`chunk=1`), which is
-what the simulator advises for convolutions on a CPU. Then our step with 10 and 100 nodes: time for each node.
+variance, batches of 32, T = 60 lower steps and M = 20 rounds: minutes. One node after another on our side too
+(`chunk=1`), which is what the simulator advises for convolutions on a CPU. Then our step with 10 and 100
+nodes: time for each node.
 
     python benchmarks/pdbo_torch.py [nodes] [lower_steps] [terms]
 """
@@ -160,7 +160,7 @@ def their_seconds(count: int, lower_steps: int, terms: int, threads: int) -> flo
     return time.perf_counter() - begin
 
 
-def main(count: int = 10, lower_steps: int = 15, terms: int = 5) -> None:
+def main(count: int = 10, lower_steps: int = 60, terms: int = 20) -> None:
     """Print the ratios."""
     ours = our_seconds(count, lower_steps, terms)
     for threads in (1, 2):
