@@ -19,6 +19,7 @@ FORBIDDEN = {
     "portable": PARTS | {"tree", "draw"},
     "schedule": PARTS | {"tree", "draw", "portable"},
     "theory": PARTS | {"tree", "draw", "portable"},
+    "number": PARTS | {"tree", "draw", "portable", "schedule"},
     "fed": PARTS - {"fed"},
     "data": {"problem", "local", "adjoint", "algorithm", "engine", "experiment"},
     "problem": {"local", "adjoint", "algorithm", "engine", "experiment"},

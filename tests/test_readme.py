@@ -1,4 +1,4 @@
-"""The README's first program is the example's, and prints what the README says."""
+"""The README's first program is the example's, and prints what the README says; the other examples run."""
 
 from __future__ import annotations
 
@@ -20,3 +20,24 @@ def test_first_program_prints_what_the_readme_says(capsys: pytest.CaptureFixture
     assert blocks("python")[0].strip() in example.read_text()
     runpy.run_path(str(example), run_name="__main__")
     assert capsys.readouterr().out.strip() == blocks("text")[0].strip()
+
+
+def printed_by(example: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    runpy.run_path(str(ROOT / "examples" / example), run_name="__main__")
+    return capsys.readouterr().out.splitlines()
+
+
+def test_nodes_of_one_kind_come_to_one_model(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed_by("personal.py", capsys)
+    shares = [int(re.findall(r"(\d+)% of the first", line)[0]) for line in lines[:6]]
+    low, high = sorted((shares[::2], shares[1::2]))
+    assert max(low) < 10
+    assert min(high) > 90
+
+
+def test_a_sketch_learns_for_its_share_of_the_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed_by("sketch.py", capsys)
+    found = [re.findall(r"([\d.]+)% .* ([\d,]+) bytes", line)[0] for line in lines]
+    accuracy, sent = ([float(pair[i].replace(",", "")) for pair in found] for i in (0, 1))
+    assert sent[0] * 7850 == sent[1] * 300
+    assert 60 < accuracy[0] < accuracy[1]

@@ -6,6 +6,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
+
+def whole(value: Any) -> Any:
+    """A whole number of numpy's as Python's own, which compiled programs can be made for; others stay."""
+    return int(value) if isinstance(value, np.integer) else value
+
 
 def check_positive(settings: Any, *names: str) -> None:
     """Raise an error that explains unless the named settings are numbers above 0."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -25,11 +24,9 @@ Rate: TypeAlias = float | jax.Array | Schedule | Callable[[Any], Any]
 
 def rate(value: Any) -> Any:
     """A step size as a leaf of the algorithm's tree: schedules are wrapped, numbers stay."""
-    number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+    number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
     if not (number or callable(value) or hasattr(value, "shape")):
-        raise ValueError(
-            f"a step size is {value!r}; it must be a finite number of at least 0, or an optax schedule"
-        )
+        raise ValueError(f"a step size is {value!r}; it must be a number of at least 0, or an optax schedule")
     return Schedule(value) if callable(value) and not isinstance(value, Schedule | jax.Array) else value
 
 

@@ -325,8 +325,8 @@ def test_all_of_a_nodes_samples_give_the_start_without_noise():
             lambda: HGP(3, alpha=0.5),
             r"alpha is 0\.5 and beta 0\.0, which plain hypergradient push does not have",
         ),
-        (lambda: VRHGP(3, alpha=1.5), r"alpha is 1\.5; it must lie between 0 and 1"),
-        (lambda: VRHGP(3, beta=-0.1), r"beta is -0\.1; it must lie between 0 and 1"),
+        (lambda: VRHGP(3, alpha=1.5), r"alpha is 1\.5; it must be a number between 0 and 1"),
+        (lambda: VRHGP(3, beta=-0.1), r"beta is -0\.1; it must be a number between 0 and 1"),
     ],
 )
 def test_mistakes_are_explained(make, message):

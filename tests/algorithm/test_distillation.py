@@ -47,11 +47,23 @@ class OneLayer(Sliceable):
         return {"weight": 1}
 
 
-def solved(make, **options):
-    loss = CrossEntropy(OfModel(OneLayer()))
+LOOKED_AT = []
+"""How many samples `Watched` was given, each time that it was traced."""
+
+
+class Watched(OneLayer):
+    """Says how many samples it looks at at once."""
+
+    def __call__(self, parameters, inputs):
+        LOOKED_AT.append(len(inputs))
+        return super().__call__(parameters, inputs)
+
+
+def solved(make, model=OneLayer(), public=OPEN, **options):
+    loss = CrossEntropy(OfModel(model))
     problem = fb.Problem(loss, loss, (), {"weight": jnp.asarray(START)})
     settings = {"ratios": RATIOS, "learn_steps": LEARN_STEPS, "distil_steps": DISTIL_STEPS} | options
-    algorithm = make(fb.SGD(LEARN), fb.SGD(DISTIL), OPEN, **settings)
+    algorithm = make(fb.SGD(LEARN), fb.SGD(DISTIL), public, **settings)
     data = fb.Clients({"inputs": INPUTS, "labels": LABELS})
     return fb.solve(problem, data, algorithm, ROUNDS, every=ROUNDS)
 
@@ -167,6 +179,12 @@ def test_steps_on_some_of_the_public_samples():
     whole = feddf().y["weight"]
     np.testing.assert_allclose(shuffled, whole, rtol=0, atol=1e-5)
     assert float(jnp.max(jnp.abs(some - whole))) > 1e-3
+
+
+def test_many_public_samples_are_looked_at_in_blocks():
+    """What a convolution makes of all of them at once does not fit into memory."""
+    solved(FedDF, Watched(), np.ones((300, FEATURES)), distil_batch=2)
+    assert max(LOOKED_AT) == 256
 
 
 def test_wrong_settings_are_explained():

@@ -305,6 +305,7 @@ def cost(algorithm):
         ({"lower_steps": 0}, "lower_steps"),
         ({"terms": -1}, "terms is -1"),
         ({"beta": 2.0}, r"beta is 2\.0"),
+        ({"alpha": "0.9"}, "alpha is '0.9'; it must be a number between 0 and 1"),
         ({"local": True, "terms": None, "adjoint": HGP(3)}, 'must have outer="local"'),
         ({"terms": None}, "terms is None and adjoint None; give one of the two"),
         ({"adjoint": HGP(3)}, "terms is 4 and adjoint PushAdjoint.*; give one of the two"),
@@ -323,12 +324,26 @@ def test_mistakes_are_explained(settings, message):
         ({"links": links.Ring(directed=True)}, "assumption 6"),
         ({"links": links.Given(UNEVEN.T)}, "sum to one"),
         ({"links": links.Ring(), "statistics": np.eye(2)}, r"shape \(2, 2\); 5 clients need \(5, 5\)"),
+        ({"links": links.Ring(), "statistics": np.full((N, N), np.nan)}, "statistics hold a NaN"),
         ({"links": links.Stochastic(directed=False, balanced=True), "statistics": "known"}, "no closed form"),
     ],
 )
 def test_networks_and_numbers_that_do_not_fit_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         fb.PDBO(**SHORT | settings).among(N)
+
+
+def test_a_table_of_step_sizes_has_one_for_each_inner_step():
+    with pytest.raises(
+        ValueError, match=r"lower_lr has the shape \(4,\); give a number, or one for each of 3"
+    ):
+        fb.PDBO(links.Ring(), **SHORT | {"lower_lr": np.full(T + 1, 0.1)}).at(0)
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers():
+    method = fb.PDBO(links.Ring(), **SHORT | {"lower_steps": np.int64(T), "terms": np.arange(5)[M]})
+    assert (type(method.lower_steps), type(method.terms)) == (int, int)
+    assert fb.SketchLasso(np.int32(7), 0.1).size == 7
 
 
 def test_an_adjoint_is_no_name():

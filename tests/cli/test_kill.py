@@ -24,10 +24,11 @@ def stopped_at(line: int, how: signal.Signals, folder: pathlib.Path, *arguments:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=folder.parent) as process:
         end = time.monotonic() + 120
         while process.poll() is None and time.monotonic() < end:
-            if history.exists() and history.read_bytes().count(b"\n") >= line:
+            begun = history.exists()
+            if begun and history.read_bytes().count(b"\n") >= line:
                 process.send_signal(how)
                 break
-            time.sleep(0.0005)
+            time.sleep(0.0005 if begun else 0.02)  # while it starts it gets the processor
         _, err = process.communicate(timeout=60)
     return process.returncode, err
 

@@ -80,6 +80,16 @@ def test_a_mistake_in_an_option(fedbilevel: Any, tmp_path: Any, case: str) -> No
     assert os.listdir(tmp_path) == ["tiny.toml"]
 
 
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_a_mistake_names_the_variant(fedbilevel: Any, tmp_path: Any, options: list[str]) -> None:
+    """Also one that only the clients show: there are three."""
+    text = f"{SADDLE}\n[variants.good]\n[variants.bad]\nalgorithm.steps = [1, 2]\n"
+    said = fedbilevel("run", write(tmp_path, text), "-o", "o", "--only", "bad", *options)
+    assert said.code == 2
+    assert said.err.startswith("Error: ")
+    assert "tiny.toml (bad): steps has 2 numbers, but there are 3 clients" in said.err
+
+
 def test_unknown_commands_and_options_name_the_nearest(fedbilevel: Any) -> None:
     for arguments, near in ((["rum"], "run"), (["run", "x.toml", "--stpes", "3"], "--steps")):
         said = fedbilevel(*arguments)

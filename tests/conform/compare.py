@@ -11,7 +11,7 @@ import numpy as np
 import fedbilevel as fb
 from conform.cases import CASES
 
-STEPS = 20
+STEPS = 8
 
 
 @functools.cache

@@ -21,7 +21,7 @@ def until(condition: Callable[[], Any], seconds: float = 240) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"it takes longer than {seconds} seconds"
-        time.sleep(0.002)
+        time.sleep(0.01)
 
 
 def offspring(process: int) -> list[psutil.Process]:

@@ -29,7 +29,7 @@ TESTS = CHILD.parent.parent
 
 # Three clients on two devices: one place is nobody's.
 ON_DEVICES = [
-    *("FedNest-cohorts:float64:0", "FedBiOAcc:float32:0", "FedBiOLocal:float64:0"),
+    *("FedNest-cohorts:float64:0", "FedBiO:float32:0", "FedBiOLocal:float64:0"),
     *("FedSep-gradient:float64:0", "PDBO:float64:0", "every-verb:float64:0.3"),
 ]
 # What a device computes is the same there; between processes there are messages, in all ways that there are.

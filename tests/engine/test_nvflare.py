@@ -41,13 +41,14 @@ def engine() -> Iterator[NVFlare]:
         yield engine
 
 
-@pytest.mark.parametrize("name", ["FedNest", "FedBiOAcc", "FedSep", "FedBiOLocal", "PDBO"])
+# Means of samples of clients, values that clients keep, messages of peers: all that a site is asked for.
+@pytest.mark.parametrize("name", ["FedNest", "FedBiOLocal", "PDBO"])
 def test_same_iterates_and_ledger_as_the_simulator(name: str, engine: NVFlare) -> None:
     case = CASES[name]
     problem, clients = case.make()
     before = engine.wire
-    remote = fb.solve(problem, clients, case.algorithm(), 20, engine=engine, every=20, seed=7)
-    local = fb.solve(problem, clients, case.algorithm(), 20, every=20, seed=7)
+    remote = fb.solve(problem, clients, case.algorithm(), 5, engine=engine, every=5, seed=7)
+    local = fb.solve(problem, clients, case.algorithm(), 5, every=5, seed=7)
     close(remote, local, 1e-5)
     assert remote.ledger == local.ledger
     assert not remote.failures

@@ -110,7 +110,7 @@ def test_killed_between_exchanges_run_goes_on_with_the_others(processes: fb.Proc
 
 
 def test_one_mean_is_one_round_trip(processes: fb.Process) -> None:
-    problem, clients = CASES["FedNest"].make()
+    problem, clients = CASES["minimax"].make()
     trips = []
 
     def counted(exchange: Any, messages: dict[int, bytes], limit: int) -> Any:
@@ -118,7 +118,7 @@ def test_one_mean_is_one_round_trip(processes: fb.Process) -> None:
         return exchange(messages, limit)
 
     with intercepted(processes, counted):
-        result = fb.solve(problem, clients, CASES["FedNest"].algorithm(), 4, engine=processes)
+        result = fb.solve(problem, clients, CASES["minimax"].algorithm(), 4, engine=processes)
     assert len(trips) == 1 + result.ledger.rounds, "one for the configuration, one for each round"
 
 

@@ -13,7 +13,8 @@ import pytest
 
 from fedbilevel import Clients, FedAvgS, FedNest, Ledger, Problem, load, minimax, solve
 from fedbilevel.algorithm.base import Algorithm
-from fedbilevel.experiment import AdjointWarning, History
+from fedbilevel.experiment import AdjointWarning, DataWarning, History
+from fedbilevel.experiment.suspicion import data_notes
 from fedbilevel.fed import Program
 from fedbilevel.problem import ProblemError
 from fedbilevel.problem.quadratic import DistanceTo, lower_objective, saddle_objective, upper_objective
@@ -209,6 +210,19 @@ def test_a_diverging_run_returns_its_last_finite_state(upper_lr: float, good_ste
     assert not exact.diverged
     assert same_bits((diverged.x, diverged.y), (exact.x, exact.y))
     assert diverged.history[-1]["step"] == good_steps
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_run_that_diverges_by_its_data_says_whose_they_are(bad: float) -> None:
+    """Other runs that diverge say nothing of their data: there a warning would be an error."""
+    rows = {**clients().lower.flat}
+    rows["b"] = rows["b"].at[2 * 4 + 1, 0].set(bad)  # the second sample of client 2
+    broken = Clients({name: leaf.reshape(3, 4, *leaf.shape[1:]) for name, leaf in rows.items()})
+    with pytest.warns(DataWarning, match=r"samples of clients \[2\] hold a NaN"):
+        assert run(2, clients=broken.batched(2)).diverged
+    ours = Clients.indexed(rows, lower=[[0, 1], [9], [2]], upper=[[9], [0], [1]])
+    assert "clients [0, 1] hold" in data_notes(ours)[0]
+    assert data_notes(clients()) == ()
 
 
 # ---------------------------------------------------------- state kept by the clients

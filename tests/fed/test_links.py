@@ -286,6 +286,12 @@ def test_exact_backpropagation_takes_undirected_links(kind: links.Links) -> None
             r"shape \(3, 3\); 4 clients need \(4, 4\)",
         ),
         (lambda: links.ErdosRenyi(1.5), "between 0 and 1"),
+        (lambda: links.Stochastic(probability="0.5"), r"between 0 and 1; got 0\.5"),
+        (lambda: links.Given("ring"), "a square matrix of numbers.*; got 'ring'"),
+        (
+            lambda: links.Given([[0.5, 0.5], [0.5]]),
+            r"a square matrix of numbers.*; got \[\[0\.5, 0\.5\], \[0",
+        ),
         (
             lambda: links.ErdosRenyi(mixing="fast"),
             'mixing is \'fast\'; it must be "metropolis" or "fastest"',

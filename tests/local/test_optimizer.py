@@ -105,9 +105,13 @@ def test_what_is_no_optimiser_is_refused(given: Any, error: Any) -> None:
         optimizer(given)
 
 
-@pytest.mark.parametrize("point", [{"a": np.ones(1)}, np.ones(2)])
-def test_blocks_must_be_those_of_the_variable(point: Any) -> None:
-    with pytest.raises(ValueError, match=r"optimisers for the blocks \['a', 'b'\], but the variable has"):
+@pytest.mark.parametrize(
+    ("point", "found"), [({"a": np.ones(1)}, r"the blocks \['a'\]"), (np.ones(2), "no blocks")]
+)
+def test_blocks_must_be_those_of_the_variable(point: Any, found: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"optimisers for the blocks \['a', 'b'\], but the variable has {found}"
+    ):
         PerBlock({"a": fb.SGD(0.1), "b": fb.SGD(0.1)}).init(point)
 
 

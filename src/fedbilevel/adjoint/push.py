@@ -20,7 +20,7 @@ from fedbilevel.adjoint.backward import AdjointStart, Backward, Begun, Outer, To
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.network import Links, Network, Reversed, check_both_ways, check_undirected
 from fedbilevel.fed.place import At
-from fedbilevel.number import check_shares
+from fedbilevel.number import check_shares, whole
 
 Matrix = npt.NDArray[Any]
 
@@ -82,7 +82,7 @@ class PushAdjoint(eqx.Module):
     networks, 2022, algorithms 4 and 5 (with w in line 22 of the latter, and v starting from zero).
     """
 
-    terms: int = eqx.field(static=True)
+    terms: int = eqx.field(static=True, converter=whole)
     alpha: Any = 1.0
     beta: Any = 0.0
     edges: Literal["shared", "independent"] = eqx.field(static=True, default="shared")

@@ -22,6 +22,7 @@ from fedbilevel.fed.program import Program
 from fedbilevel.local.optimizer import Optimizer, optimizer
 from fedbilevel.local.push_sum import Displaced, ReceivingWeights, Restart
 from fedbilevel.local.work import check_count
+from fedbilevel.number import whole
 from fedbilevel.problem.oracle import Client
 from fedbilevel.schedule import Rate, rate, rate_if_given
 from fedbilevel.tree import PyTree, scale
@@ -100,9 +101,9 @@ class PDBO(Algorithm[PersonalState]):
 
     links: Links
     lower_lr: Rate = eqx.field(converter=rate)
-    lower_steps: int = eqx.field(static=True)
+    lower_steps: int = eqx.field(static=True, converter=whole)
     upper: Optimizer = eqx.field(converter=optimizer)
-    terms: int | None = eqx.field(static=True, default=None)
+    terms: int | None = eqx.field(static=True, converter=whole, default=None)
     alpha: Any = 0.9
     beta: Any = 0.1
     adjoint: Any = None
@@ -161,6 +162,8 @@ class PDBO(Algorithm[PersonalState]):
         n, numbers = network.base.shape[-1], jnp.asarray(self.statistics, float)
         if numbers.shape != (n, n):
             raise ValueError(f"statistics have shape {numbers.shape}; {n} clients need ({n}, {n})")
+        if not bool(jnp.all(jnp.isfinite(numbers))):
+            raise ValueError("statistics hold a NaN or an infinity; a link that is never heard has 0")
         return numbers
 
     def at(self, time: Any) -> Any:

@@ -175,4 +175,8 @@ def rates_of_steps(lr: Any, steps: int) -> jax.Array:
     """A step size for each of the inner steps: of a number, a schedule of the inner step, or a table."""
     check_count("lower_steps", steps)
     value = jax.vmap(lr)(jnp.arange(steps)) if callable(lr) else jnp.asarray(lr)
+    if value.shape not in ((), (steps,)):
+        raise ValueError(
+            f"lower_lr has the shape {value.shape}; give a number, or one for each of {steps} steps"
+        )
     return jnp.broadcast_to(value, (steps,))

@@ -20,7 +20,7 @@ from fedbilevel.experiment.reach import reach
 from fedbilevel.experiment.recorded import RunError, choose_metric, find_runs
 from fedbilevel.experiment.registry import ConfigError
 from fedbilevel.experiment.report import compare
-from fedbilevel.experiment.runner import Outcome, Task, run_all
+from fedbilevel.experiment.runner import Outcome, Task, naming, run_all
 
 commands = typer.Typer()
 
@@ -200,7 +200,8 @@ def _estimate(todo: Sequence[Plan]) -> None:
     for variant, plan in reversed(variants.items()):
         name, seeds = variant or plan.config["name"], sum(other.variant == variant for other in todo)
         try:
-            found = estimate(plan)
+            with naming(plan):
+                found = estimate(plan)
         except CannotRunError as error:
             show(f"{name}: n/a, {error}")
             continue

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from fedbilevel.data.clients import Clients
@@ -67,12 +68,25 @@ def refuse_inside_client() -> None:
         )
 
 
-def client_environment() -> dict[str, str]:
-    """Clients find the modules that the server finds, and share the machine's cores."""
-    own = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    if "XLA_FLAGS" not in os.environ:
-        own["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
-    return dict(os.environ) | own | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", _INSIDE: "1"}
+def client_environment(cache: str) -> dict[str, str]:
+    """Clients find the modules that the server finds, and share the machine's cores and compiled programs.
+
+    Args:
+        cache: a folder for what they compile, unless JAX has one already.
+    """
+    usual = {
+        "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    settings: Any = jax.config
+    own = {
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "JAX_COMPILATION_CACHE_DIR": settings.jax_compilation_cache_dir or cache,
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        _INSIDE: "1",
+    }
+    return usual | dict(os.environ) | own
 
 
 def main_script() -> list[str]:

@@ -6,6 +6,7 @@ import contextlib
 import math
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -112,6 +113,7 @@ class Pool(Hurried):
         self.processes: list[subprocess.Popen[bytes]] = []
         self.connections: list[Any] = []
         self._threads = ThreadPoolExecutor(max_workers=1024)  # as many as there are clients, in fact
+        self._cache = tempfile.TemporaryDirectory(prefix="fedbilevel-", ignore_cleanup_errors=True)
         self._starting: set[int] = set()
         self._talks: dict[int, Future[bytes]] = {}
         self._begun: dict[int, float] = {}
@@ -216,6 +218,7 @@ class Pool(Hurried):
         for client in range(len(self.connections)):
             self.drop(client)
         self._threads.shutdown()
+        self._cache.cleanup()
 
     def _start(self, client: int) -> tuple[subprocess.Popen[bytes], Any]:
         """A new client: its end of a private pair of sockets is all that it gets."""
@@ -223,7 +226,8 @@ class Pool(Hurried):
         ours, theirs = Pipe()
         with theirs:
             command = [sys.executable, "-m", self.worker, str(theirs.fileno()), *main_script()]
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=client_environment())
+            own = client_environment(self._cache.name)
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=own)
         return process, ours
 
 

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 
 from fedbilevel.data.batches import Samples
 from fedbilevel.data.clients import Clients
 from fedbilevel.engine.base import Stepper
-from fedbilevel.engine.simulator import SimulatedFederation
+from fedbilevel.engine.handle import spec_of, spec_of_rows
+from fedbilevel.engine.simulator import SimulatedCohort, SimulatedFederation
+from fedbilevel.fed.cohort import Cohort
 from fedbilevel.fed.ledger import metering
+from fedbilevel.fed.place import At
 from fedbilevel.fed.program import Program
 from fedbilevel.problem.base import Problem
+from fedbilevel.tree import PyTree
+
+Shapes: TypeAlias = Callable[[Program, list[PyTree]], PyTree]
+"""The shapes of what a program returns at a client, for values of given shapes."""
 
 
 def programs_of(
-    problem: Problem, own: Clients, n: int, stepper: Stepper, probes: Sequence[Stepper] = ()
+    problem: Problem, own: Clients, n: int, stepper: Stepper, probes: Sequence[Stepper], shapes: Shapes
 ) -> list[Program]:
     """Every local program that an algorithm may run, in the order in which it first does.
 
@@ -31,14 +39,15 @@ def programs_of(
         n: how many clients there are.
         stepper: the algorithm.
         probes: what may be asked between its steps.
+        shapes: traces a program, and may keep the trace for the run.
     """
     found: dict[Any, Program] = {}
 
-    def note(program: Program) -> None:
+    def noted(program: Program, values: list[PyTree]) -> PyTree:
         found.setdefault(jax.tree.structure(program), program)
+        return shapes(program, values)
 
-    # One client at a time: no batching rule is asked for that a real client would not need.
-    fed = SimulatedFederation(problem, _as_if(own, n), chunk=1, observe=note)
+    fed = _Rehearsal(problem, _as_if(own, n), answer=noted)
 
     def walk(key: jax.Array) -> Any:
         with metering():
@@ -47,6 +56,25 @@ def programs_of(
 
     jax.eval_shape(walk, jax.random.key(0))
     return list(found.values())
+
+
+class _Rehearsal(SimulatedFederation):
+    """A federation whose clients compute nothing: what they return has the right shapes, and is zero."""
+
+    answer: Shapes = eqx.field(static=True, kw_only=True)
+
+    def _cohort(self, ids: jax.Array, token: str, weights: Any) -> Cohort:
+        return _RehearsalCohort(self, ids, token, weights)
+
+
+class _RehearsalCohort(SimulatedCohort):
+    fed: _Rehearsal
+
+    def _run(self, program: Program, values: tuple[At, ...], key: jax.Array, *, fails: bool) -> At:
+        given = [spec_of_rows(v.value) if v.stacked else spec_of(v.value) for v in values]
+        out = self.fed.answer(program, given)
+        rows = jax.tree.map(lambda leaf: jnp.zeros((self.size, *leaf.shape), leaf.dtype), out)
+        return self._own(rows, present=self._present(values, key, 0.0))
 
 
 def names(programs: list[Program]) -> list[str]:

@@ -85,16 +85,15 @@ class RemoteFederation(Federation):
     ) -> None:
         self.channel, self.problem, self.n, self.weights = channel, problem, clients.n, clients.weights
         self.min_clients, self.dropout = min_clients, dropout
-        self.example = clients.only(0)
-        self.programs = programs_of(problem, self.example, self.n, stepper, probes)
-        self.whole = False
+        self.example, self.whole = clients.only(0), False
+        self._shapes: dict[Any, PyTree] = {}
+        self.programs = programs_of(problem, self.example, self.n, stepper, probes, self.shapes)
         self.places = {jax.tree.structure(program): i for i, program in enumerate(self.programs)}
         self.queues = [Queue() for _ in range(self.n)]
         self.numbers = Numbers()
         self.failures: list[str] = []
         self.agreed: dict[Any, tuple[Ref, set[int], list[Any]]] = {}
         self._tokens, self.rounds = itertools.count(), itertools.count()
-        self._shapes: dict[Any, PyTree] = {}
 
     # -------------------------------------------------------------- language
 

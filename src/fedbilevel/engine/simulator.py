@@ -36,7 +36,8 @@ class Simulator(eqx.Module, Engine):
 
     Args:
         chunk: how many clients are computed at once; None: all of a cohort (`vmap`). A small number
-            saves memory, and on CPU 1 makes convolutions with per-client weights faster.
+            saves memory, and on CPU 1 makes convolutions with per-client weights faster (and
+            `Problem(block=8)`, a few samples at a time, faster still).
         dropout: probability that a client does not answer after a local computation.
         availability: who is there in which step: a probability, one for each client, or one of
             `fedbilevel.conditions`, such as `OnOff(leaves=0.1, returns=0.3)`.
@@ -87,7 +88,6 @@ class SimulatedFederation(eqx.Module, Federation):
     clients: Clients
     chunk: int | None = eqx.field(static=True, default=None)
     dropout: float = eqx.field(static=True, default=0.0)
-    observe: Callable[[Program], None] | None = eqx.field(static=True, default=None)
     conditions: Conditions | None = None
 
     @property
@@ -197,9 +197,6 @@ class SimulatedCohort(ConditionedCohort):
         return stacked
 
     def _run(self, program: Program, values: tuple[At, ...], key: jax.Array, *, fails: bool) -> At:
-        if self.fed.observe is not None:
-            self.fed.observe(program)
-
         def one(place: jax.Array, id: jax.Array, own: tuple[PyTree, ...]) -> tuple[PyTree, Counts]:
             arguments = [v.value if not v.stacked else own[i] for i, v in enumerate(values)]
             with metering() as meter:

@@ -17,14 +17,15 @@ import numpy as np
 from fedbilevel.data.clients import DataError
 from fedbilevel.engine.agreement import Agreement
 from fedbilevel.engine.handle import spec_of_rows
+from fedbilevel.engine.local_run import LocalRun
 from fedbilevel.engine.mailbox import Mailbox, Post
 from fedbilevel.engine.own_data import Levels, OwnData, assembled, own_levels, report
 from fedbilevel.engine.programs import names, programs_of
 from fedbilevel.engine.reply import accepted, letter_value
 from fedbilevel.engine.wire import WireError, decode, encode
-from fedbilevel.fed.ledger import Counts, Entry, as_arrays, metering
+from fedbilevel.fed.ledger import Entry
+from fedbilevel.fed.program import Program
 from fedbilevel.portable import Array, Json, imported, loaded, unpack
-from fedbilevel.problem.oracle import Client
 from fedbilevel.tree import PyTree, add, scale
 
 _MYSELF = ""
@@ -122,22 +123,15 @@ class Worker:
         clients = assembled(self._levels(), clients) if isinstance(clients, OwnData) else clients
         self.problem, self.clients = (jax.tree.map(_on_device, t) for t in (self.problem, clients))
         self.id = id
-        self.programs = programs_of(self.problem, self.clients, n, algorithm, probes)
-        self.compiled = [self._compile(index) for index in range(len(self.programs))]
+        self.runs: dict[Any, LocalRun] = {}
+        self.programs = programs_of(self.problem, self.clients, n, algorithm, probes, self._shapes)
         return {"programs": names(self.programs)}
 
-    def _compile(self, index: int) -> Callable[..., tuple[PyTree, Counts]]:
-        treedef = jax.tree.structure(self.programs[index])
-
-        @jax.jit
-        def run(clients: Any, id: Any, leaves: Any, key: Any, *values: Any) -> tuple[PyTree, Counts]:
-            own_key = jax.random.fold_in(jax.random.wrap_key_data(key), id)
-            with metering() as meter:
-                me = Client(self.problem, clients, 0, id, own_key)
-                out = jax.tree.unflatten(treedef, leaves)(me, *values)
-            return jax.tree.map(jnp.asarray, out), as_arrays(meter.counts)
-
-        return run
+    def _shapes(self, program: Program, values: list[PyTree]) -> PyTree:
+        settings, structure = jax.tree.flatten(program)
+        if structure not in self.runs:
+            self.runs[structure] = LocalRun(self.problem, program)
+        return self.runs[structure].shapes(self.clients, self.id, settings, values)
 
     # -------------------------------------------------------------- commands
 
@@ -185,7 +179,8 @@ class Worker:
         try:
             settings = [arrays[leaf["array"]] if isinstance(leaf, dict) else leaf for leaf in leaves]
             data = self.clients.whole() if whole else self.clients
-            out, counts = self.compiled[index](data, self.id, settings, jnp.asarray(arrays[key]), *found)
+            run = self.runs[jax.tree.structure(self.programs[index])]
+            out, counts = run(data, self.id, settings, jnp.asarray(arrays[key]), *found)
             self.store[ref] = jax.block_until_ready(out)
         except Exception as error:  # whatever the user's function raises is reported, not fatal
             name = type(self.programs[index]).__name__

@@ -5,13 +5,14 @@ from fedbilevel.experiment.diagnose import Diagnosis, diagnose
 from fedbilevel.experiment.loop import Evaluation
 from fedbilevel.experiment.record import History, Result, load
 from fedbilevel.experiment.run import solve
-from fedbilevel.experiment.suspicion import AdjointWarning
+from fedbilevel.experiment.suspicion import AdjointWarning, DataWarning
 from fedbilevel.experiment.sweep import Job, sweep
 
 __all__ = [
     "AdjointWarning",
     "Best",
     "BestPoint",
+    "DataWarning",
     "Diagnosis",
     "Evaluation",
     "History",

@@ -80,12 +80,12 @@ def build(plan: Plan) -> Built:
             else None
         )
     except (ConfigError, DataError) as error:
-        raise type(error)(f"{plan.source}: {error}") from error
+        raise type(error)(f"{plan.place}: {error}") from error
     try:
         check(problem, clients, algorithm, plan.config["steps"], plan.config["every"])
         Evaluator(problem, plan.config.get("measure", ()))
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"{plan.source}: {error}") from error
+        raise ConfigError(f"{plan.place}: {error}") from error
     return Built(problem, clients, algorithm, engine, best)
 
 

@@ -75,6 +75,11 @@ class Plan:
         return str(self.config["variant"])
 
     @property
+    def place(self) -> str:
+        """The file, and which of its runs, for errors."""
+        return f"{self.source} ({self.variant})" if self.variant else self.source
+
+    @property
     def seed(self) -> int:
         """Of the run."""
         return int(self.config["seed"])

@@ -10,11 +10,12 @@ import jax.random as jr
 import numpy as np
 
 from fedbilevel.algorithm.base import Algorithm, Variables
+from fedbilevel.data.clients import Clients
 from fedbilevel.engine.base import Block, Session
 from fedbilevel.experiment.best import Best, BestPoint, Row
 from fedbilevel.experiment.evaluate import ClientValues, Evaluator
 from fedbilevel.experiment.record import History, Result
-from fedbilevel.experiment.suspicion import AdjointWarning, notes, suspicions
+from fedbilevel.experiment.suspicion import AdjointWarning, DataWarning, data_notes, notes, suspicions
 from fedbilevel.fed.ledger import Ledger
 from fedbilevel.fed.place import Kept, map_kept
 from fedbilevel.tree import PyTree
@@ -132,10 +133,12 @@ class Run:
         x, y = self.algorithm.solution(self.state)
         return map_kept(self.session.federation.stacked, x), map_kept(self.session.federation.stacked, y)
 
-    def warn(self) -> None:
+    def warn(self, clients: Clients) -> None:
         """Say what was suspicious, to who called `solve`."""
         for note in notes(self.trouble):
             warnings.warn(note, AdjointWarning, stacklevel=3)
+        for note in data_notes(clients) if self.diverged else ():
+            warnings.warn(note, DataWarning, stacklevel=3)
 
     def result(self) -> Result:
         """What there is so far."""

@@ -73,7 +73,7 @@ def solve(
         run.begin()
         tick = stack.enter_context(progress_bar(progress, run.step + steps, done=run.step))
         _go(run, steps, every or usual_interval(steps), tick)
-        run.warn()
+        run.warn(clients)
         return run.result()
 
 

@@ -91,7 +91,7 @@ def _run_group(
             now = [run for run in todo if run.steps_left == steps]
             jobs, engine = [run.job() for run in now], now[0].built.engine
             settings = {"every": config["every"], "measure": config.get("measure", ()), "progress": progress}
-            with naming(group[0][0]):
+            with naming(*(plan for plan, _ in group)):
                 results = sweep(jobs, steps, engine=engine, **settings)
             for run, result in zip(now, results, strict=True):
                 run.finish(result)
@@ -99,14 +99,15 @@ def _run_group(
 
 
 @contextlib.contextmanager
-def naming(plan: Plan) -> Iterator[None]:
-    """What goes wrong inside is said with the name of the plan's file."""
+def naming(*plans: Plan) -> Iterator[None]:
+    """What goes wrong inside is said with the name of the plans' file, and of the run if there is but one."""
     try:
         yield
     except (RunError, CannotRunError):  # these name their folder, and what cannot run: no mistake of the file
         raise
     except (ValueError, TypeError, ImportError) as error:
-        prefix = "" if str(error).startswith(plan.source) else f"{plan.source}: "
+        place = plans[0].place if len(plans) == 1 else plans[0].source
+        prefix = "" if str(error).startswith(plans[0].source) else f"{place}: "
         raise ConfigError(f"{prefix}{error}") from error
 
 

@@ -1,17 +1,25 @@
-"""What the reports of an adjoint say of a run: whether its hypergradients can be trusted."""
+"""What is suspicious about a run: reports of its adjoint, and data that no step size can help."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fedbilevel.adjoint.base import GROWTH
+from fedbilevel.data.batches import Samples
+from fedbilevel.data.clients import Clients
 
 
 class AdjointWarning(UserWarning):
     """The adjoint system was not solved: the hypergradients of the run cannot be trusted."""
+
+
+class DataWarning(UserWarning):
+    """A run diverged, and its samples hold a NaN or an infinity."""
 
 
 _NOTES = {
@@ -43,3 +51,25 @@ def suspicions(info: dict[str, Any]) -> dict[str, float]:
     share = np.max(info.get("adjoint_failed", 0.0), initial=0.0)
     found = (("growth", growth, growth > GROWTH), ("curvature", curvature, curvature <= 0))
     return {kind: float(worst) for kind, worst, bad in (*found, ("failed", share, share > 0)) if bad}
+
+
+def data_notes(clients: Clients) -> tuple[str, ...]:
+    """Of a run that diverged: whose samples hold a NaN or an infinity; nothing where all are finite."""
+    who = sorted({client for level in (clients.lower, clients.upper) for client in _not_finite(level)})
+    note = (
+        f"the run diverged, and samples of clients {who} hold a NaN or an infinity: other step sizes will "
+        "not help. Leave such samples out, or fill them in."
+    )
+    return (note,) if who else ()
+
+
+def _not_finite(samples: Samples) -> list[int]:
+    """The clients with a sample that is not finite."""
+    leaves = [leaf for leaf in jax.tree.leaves(samples.flat) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    if not leaves:
+        return []
+    finite = [np.isfinite(np.asarray(leaf)).reshape(len(leaf), -1).all(axis=1) for leaf in leaves]
+    rows = ~np.all(finite, axis=0)
+    rows = rows if samples.rows is None else rows[np.asarray(samples.rows)]
+    pairs = zip(np.asarray(samples.start), np.asarray(samples.size), strict=True)
+    return [client for client, (start, size) in enumerate(pairs) if rows[start : start + size].any()]

@@ -122,8 +122,8 @@ def _together(
             progress_bar(progress, runs[0].step + steps, f"{len(runs)} runs", runs[0].step)
         )
         _go(runs, steps, every or usual_interval(steps), tick)
-        for run in runs:
-            run.warn()
+        for run, job in zip(runs, jobs, strict=True):
+            run.warn(job.clients)
         return [run.result() for run in runs]
 
 

@@ -16,7 +16,7 @@ from fedbilevel.fed.codec import Codec
 from fedbilevel.fed.loop import branch, repeat
 from fedbilevel.local.descent import Descent
 from fedbilevel.local.work import Amount, Work, amount, check_amounts, of_client
-from fedbilevel.number import check_positive
+from fedbilevel.number import check_positive, whole
 from fedbilevel.problem.base import Problem
 from fedbilevel.problem.oracle import Client
 from fedbilevel.tree import PyTree, scale
@@ -128,7 +128,7 @@ class GradientDecoder(Decoder):
 
     lower_lr: Any
     lower_steps: Amount = eqx.field(static=True, converter=amount)
-    terms: int = eqx.field(static=True)
+    terms: int = eqx.field(static=True, converter=whole)
     adjoint_lr: Any = None
     start: str = eqx.field(static=True, default="warm")
 

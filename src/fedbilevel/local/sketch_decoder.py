@@ -15,7 +15,7 @@ from fedbilevel.local.decode import STARTS, Decoder, check_choice
 from fedbilevel.local.lasso import METHODS, active_set, lasso, lasso_adjoint, least_squares
 from fedbilevel.local.sketch import SRHT, Gaussian, Operator, Sketch
 from fedbilevel.local.work import check_count
-from fedbilevel.number import check_not_negative, check_positive
+from fedbilevel.number import check_not_negative, check_positive, whole
 from fedbilevel.problem.base import Problem
 from fedbilevel.problem.oracle import Client
 from fedbilevel.tree import PyTree, size
@@ -171,10 +171,10 @@ class SketchLasso(Sketched):
     Reference: J. Li, H. Huang, FedSep, section 4.1 (whose equation 5 has the sign of −∂θ/∂ω wrong).
     """
 
-    size: int = eqx.field(static=True)
+    size: int = eqx.field(static=True, converter=whole)
     penalty: Any
     lower_lr: Any = None
-    lower_steps: int = eqx.field(static=True, default=10)
+    lower_steps: int = eqx.field(static=True, converter=whole, default=10)
     sketch: str = eqx.field(static=True, default="gaussian")
     method: str = eqx.field(static=True, default="ista")
     start: str = eqx.field(static=True, default="offset")
@@ -252,7 +252,7 @@ class LinearSketch(Sketched):
     Reference: J. Li, H. Huang, FedSep, remark 2 (whose `(SᵀS)⁻¹` does not exist for p < d).
     """
 
-    size: int = eqx.field(static=True)
+    size: int = eqx.field(static=True, converter=whole)
     sketch: str = eqx.field(static=True, default="gaussian")
     start: str = eqx.field(static=True, default="offset")
     seed: int = eqx.field(static=True, default=0)

@@ -26,6 +26,7 @@ from fedbilevel.local.optimizer import Optimizer, optimizer
 from fedbilevel.local.work import Amount, amount, check_amounts, check_count
 from fedbilevel.problem.accuracy import Classifier, CrossEntropy
 from fedbilevel.problem.base import Problem, ProblemError
+from fedbilevel.problem.classification import InBlocks
 from fedbilevel.problem.oracle import Client
 from fedbilevel.problem.submodel import Kernels, Ratios, ratios_setting
 from fedbilevel.tree import PyTree, times
@@ -161,7 +162,8 @@ class Distillation(Algorithm[Taught]):
 
     def _programs(self, fed: Federation) -> tuple[TrainAndTell, Distil]:
         classifier = _classifier(fed.problem) if self.classifier is None else self.classifier
-        tell = TrainAndTell(self._parts._train(fed, 0), classifier, self.consensus)
+        # All public samples are looked at: what a convolution makes of them at once does not fit into memory.
+        tell = TrainAndTell(self._parts._train(fed, 0), InBlocks(classifier), self.consensus)
         return tell, Distil(self.distil, classifier, self.distil_steps, self.distil_batch)
 
     def init(self, fed: Federation, key: jax.Array) -> Taught:

@@ -126,7 +126,7 @@ class SimulatedJob(Job):
             str(self.folder / "job"),
         ]
         command += ["-w", str(self.folder / "workspace"), "-c", ",".join(sites), "-t", str(len(sites))]
-        environment = site_environment(data) | {SOCKET: address}
+        environment = site_environment(data, self.folder) | {SOCKET: address}
         with socket.socket(socket.AF_UNIX) as door, self.log.open("wb") as log:
             door.bind(address)
             door.listen()

@@ -106,7 +106,7 @@ class Premises:
     def _environment(self) -> dict[str, str]:
         """What sites need, and this interpreter first."""
         path = os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ.get("PATH", "")])
-        return site_environment(self.data) | {"PATH": path}
+        return site_environment(self.data, self.folder) | {"PATH": path}
 
 
 def _project(sites: list[str], port: int) -> dict[str, object]:

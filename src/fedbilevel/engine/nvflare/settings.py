@@ -38,7 +38,7 @@ def make_worker(site: str, local: str) -> Worker:
     return Worker(agreement=Agreement())
 
 
-def site_environment(data: str | None) -> dict[str, str]:
-    """The environment of sites that this process starts itself."""
+def site_environment(data: str | None, folder: pathlib.Path) -> dict[str, str]:
+    """The environment of sites that this process starts itself, with a folder for what they share."""
     own = {SCRIPT: json.dumps(main_script())} | ({} if data is None else {DATA: data})
-    return client_environment() | own
+    return client_environment(str(folder / "compiled")) | own
