@@ -8,6 +8,8 @@ READY := $(VENV)/.ready
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
 export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES ?= -1
+# So is what Python has compiled, whatever the surroundings say: tests start some hundred processes.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo papers bench test lint types unit clean
 

@@ -12,11 +12,13 @@ def main() -> None:
     problem = fb.Classification(fb.Linear(10), inputs=(28, 28, 1), classes=10, test=digits.test)
     learn = fb.SGD(0.1)
     methods = {
-        "FedSep": fb.FedSep(decoder=fb.LinearSketch(300), learn=learn, learn_steps=5, server_lr="auto"),
+        "FedSep": fb.FedSep(
+            decoder=fb.LinearSketch(300, "srht"), learn=learn, learn_steps=5, server_lr="auto"
+        ),
         "uncompressed": fb.CompressedFedAvg(learn, learn_steps=5),
     }
     for name, method in methods.items():
-        result = fb.solve(problem, clients, method, steps=50)
+        result = fb.solve(problem, clients, method, steps=30)
         last = result.history[-1]
         print(f"{name}: {last['test_accuracy']:.1%} of the test samples, {result.ledger.bytes:,} bytes")
 

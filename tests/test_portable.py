@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
+from fedbilevel import Ledger
 from fedbilevel.portable import PortableError, imported, loaded, name_of, pack, unpack
 
 
@@ -174,6 +175,12 @@ def test_a_dataclass_with_other_fields_is_reported() -> None:
     name = name_of(top_level)
     with pytest.raises(PortableError, match="is no dataclass"):
         unpack({"object": [name, {}]}, [], loaded)
+
+
+def test_a_ledger_of_an_earlier_version_has_counted_no_messages() -> None:
+    structure, contents = pack(Ledger(3, edge={"z": 8}))
+    del structure["object"][1]["messages"]
+    assert unpack(structure, contents, loaded) == Ledger(3, edge={"z": 8})
 
 
 def test_a_named_tuple_of_another_length_is_reported() -> None:

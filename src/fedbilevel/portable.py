@@ -150,7 +150,7 @@ def plain_array(thing: Any) -> Array:
 def _read_object(content: Any, arrays: Sequence[Any], find: Callable[[str], Any]) -> Any:
     name, fields = content
     cls = find(name)
-    known = {f.name: f.default for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
+    known = {f.name: _default(f) for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
     # A file of an earlier version lacks the fields that came later: these have their defaults.
     later = {field: default for field, default in known.items() if field not in fields}
     incomplete = any(default is dataclasses.MISSING for default in later.values())
@@ -162,6 +162,11 @@ def _read_object(content: Any, arrays: Sequence[Any], find: Callable[[str], Any]
     for field, value in (later | fields).items():
         object.__setattr__(thing, field, _unpack(value, arrays, find) if field in fields else value)
     return thing
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    """What a field is if nobody says; nothing of anybody else's is called for it."""
+    return {} if field.default_factory is dict else field.default
 
 
 def _read_named(content: Any, arrays: Sequence[Any], find: Callable[[str], Any]) -> Any:

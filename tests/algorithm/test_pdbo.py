@@ -270,7 +270,9 @@ def test_a_step_costs_what_the_docstring_says(settings, rounds, edge, vectors):
     assert exchanges == rounds
     inner = 0 if local else T
     first = {"z": RING * inner * (DY + 1) * 8}
-    assert begun(local).start == fb.Ledger(rounds=inner, edge=first, calls={"g_y": T * N}, samples=T * N)
+    assert begun(local).start == fb.Ledger(
+        rounds=inner, edge=first, messages={"z": RING * inner}, calls={"g_y": T * N}, samples=T * N
+    )
     assert begun(local).state.time == inner
 
 

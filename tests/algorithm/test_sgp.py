@@ -237,7 +237,11 @@ def test_it_costs_a_message_of_y_and_w_over_every_link_that_is_present(name):
     present = sum(int(np.count_nonzero(W)) - N for W in drawn_weights(KINDS[name], 7))
     assert running.start == fb.Ledger()
     assert running.ledger == fb.Ledger(
-        rounds=7, edge={"z": present * 8 * (DY + 1)}, calls={"g_y": 7 * N}, samples=7 * N
+        rounds=7,
+        edge={"z": present * 8 * (DY + 1)},
+        messages={"z": present},
+        calls={"g_y": 7 * N},
+        samples=7 * N,
     )
 
 

@@ -71,6 +71,17 @@ def test_show_tells_all_of_a_method(fedbilevel: Any) -> None:
     }
 
 
+def test_brackets_in_a_description_are_shown(fedbilevel: Any) -> None:
+    assert "`[i, j]` how often i hears j" in words(fedbilevel("show", "Stochastic").out)
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("pdbo", "PDBO"), ("FEDSEP", "FedSep"), ("vr-hgp", "VRHGP")])
+def test_a_name_is_found_in_any_case(fedbilevel: Any, typed: str, meant: str) -> None:
+    said = fedbilevel("show", typed)
+    assert said.code == 2
+    assert f"did you mean {meant!r}?" in said.err
+
+
 def test_show_leaves_out_what_a_file_need_not_give(fedbilevel: Any) -> None:
     text = fedbilevel("show", "Saddle").out
     assert re.search(r"^penalty +10\.0", text, re.MULTILINE)

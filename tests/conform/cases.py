@@ -34,10 +34,13 @@ def bilevel(**data: Any) -> tuple[fb.Problem, fb.Clients]:
 
 
 def bilevel_batches() -> tuple[fb.Problem, fb.Clients]:
-    """Clients of unequal size, minibatches, weights by size."""
+    """Clients of unequal size, minibatches, weights by size.
+
+    Sizes of one power of two: on a wire, clients then share their compiled programs.
+    """
     known = quadratic(jnp.result_type(float) == jnp.float64)
-    full = known.clients(samples=5, noise=0.3)
-    rows = [range(start * 5, start * 5 + size) for start, size in enumerate((5, 3, 4))]
+    full = known.clients(samples=8, noise=0.3)
+    rows = [range(start * 8, start * 8 + size) for start, size in enumerate((8, 5, 7))]
     parts = [
         fb.Clients.indexed(s.flat, rows, batch_size=2, weights="size").lower for s in (full.lower, full.upper)
     ]

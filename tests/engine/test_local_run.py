@@ -18,7 +18,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import fedbilevel as fb
 from conform.cases import distance
-from fedbilevel.engine.local_run import LocalRun
+from fedbilevel.engine.local_run import LocalRun, rounded
 from fedbilevel.fed import Program
 from fedbilevel.tree import PyTree
 
@@ -80,6 +80,18 @@ def test_what_one_client_compiled_the_next_one_reads(cache: pathlib.Path) -> Non
     np.testing.assert_allclose(ran(program(), 2, 3.0, [0.1]), 0.5)
     assert seen["cache_hits"] == 1
     assert seen["cache_misses"] == 0
+
+
+def test_data_of_about_the_same_size_have_the_same_shape_and_the_same_batches() -> None:
+    rows = np.arange(20.0, dtype=np.float32).reshape(10, 2) + 1
+    both = fb.Clients([rows[:3], rows[:4], rows[:5], rows], batch_size=2, test=[rows[:1]] * 4)
+    own = [both.only(client) for client in range(4)]
+    assert [len(rounded(each).lower.flat) for each in own] == [4, 4, 8, 10]
+    assert [len(rounded(each).test.flat) for each in own] == [1] * 4
+    for each in (own[0], own[0].whole(), own[2]):
+        for key in jax.random.split(jax.random.key(1), 8):
+            plain, padded = (c.lower.batch(0, key) for c in (each, rounded(each)))
+            jax.tree.map(np.testing.assert_array_equal, plain, padded)
 
 
 def test_who_compiles_is_alone(cache: pathlib.Path) -> None:

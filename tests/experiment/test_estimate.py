@@ -9,6 +9,8 @@ import pytest
 
 from experiment.tiny import SADDLE, changed, plan
 from fedbilevel import Ledger, solve
+from fedbilevel.engine.simulator import SimulatedSession
+from fedbilevel.experiment import estimate as module
 from fedbilevel.experiment.build import build
 from fedbilevel.experiment.estimate import Estimate, estimate
 
@@ -34,6 +36,23 @@ def test_times_and_memory_are_positive_and_add_up(tmp_path: Any) -> None:
     assert found.evaluations == 100
     assert found.seconds == pytest.approx(found.preparation + 1000 * found.step + 100 * found.evaluation)
     assert 2**26 < found.memory < 2**38
+
+
+@pytest.mark.parametrize(("long", "steps"), [(math.inf, 2), (0.0, 1)])
+def test_a_long_step_is_made_once(tmp_path: Any, monkeypatch: Any, long: float, steps: int) -> None:
+    """A short one twice, so that its time is one without compilation."""
+    made, advance = [], SimulatedSession.advance
+
+    def counted(*given: Any) -> Any:
+        made.append(given)
+        return advance(*given)
+
+    monkeypatch.setattr(SimulatedSession, "advance", counted)
+    monkeypatch.setattr(module, "LONG", long)
+    found = estimate(plan(tmp_path))
+    assert len(made) == steps
+    assert found.once == (steps == 1)
+    assert ("at most" in str(found)) == ("with its compilation" in str(found)) == found.once
 
 
 def test_it_says_so_in_words() -> None:

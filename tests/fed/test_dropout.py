@@ -97,7 +97,9 @@ def test_a_push_without_the_absent_neither_mixes_nor_bills_their_values(fed: Any
         mixed = fed.everyone.push(out, Given(matrix), "push")
     rows, _ = fed.everyone.gather(mixed, "back")
     np.testing.assert_allclose(rows, matrix @ np.where(present, VALUES, 0), rtol=1e-6)
-    assert Ledger.from_counts(meter.counts) == Ledger(rounds=1, edge={"push": int(present.sum()) * 5 * 4})
+    used = int(present.sum()) * 5
+    found = Ledger.from_counts(meter.counts)
+    assert found == Ledger(rounds=1, edge={"push": used * 4}, messages={"push": used})
 
 
 def test_a_codec_silences_nobody(fed: Any) -> None:

@@ -188,7 +188,10 @@ def test_push_mixes_by_the_rows_of_the_matrix_and_books_every_edge(fed: Any) -> 
         mixed = everyone.push(everyone.deal(ROWS, "rows"), Given(matrix), "push")
     rows, _ = everyone.gather(mixed, "back")
     np.testing.assert_allclose(rows, matrix @ ROWS, rtol=1e-6)
-    assert bill(meter) == Ledger(rounds=1, down={"rows": 4 * 8}, edge={"push": (1 + 3 + 1) * 8})
+    used = 1 + 3 + 1
+    assert bill(meter) == Ledger(
+        rounds=1, down={"rows": 4 * 8}, edge={"push": used * 8}, messages={"push": used}
+    )
 
 
 def test_push_over_complete_links_is_the_mean_everywhere(fed: Any) -> None:
@@ -198,7 +201,7 @@ def test_push_over_complete_links_is_the_mean_everywhere(fed: Any) -> None:
         mixed = everyone.push(value, Complete(), "push")
     rows, _ = everyone.gather(mixed, "back")
     np.testing.assert_allclose(rows, np.tile(ROWS.mean(0), (4, 1)), rtol=1e-6)
-    assert bill(meter) == Ledger(rounds=1, edge={"push": 4 * 3 * 8})
+    assert bill(meter) == Ledger(rounds=1, edge={"push": 4 * 3 * 8}, messages={"push": 4 * 3})
 
 
 def test_push_of_a_sent_value_and_among_a_sample(fed: Any) -> None:

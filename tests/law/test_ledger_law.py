@@ -16,7 +16,7 @@ from fedbilevel.fed.ledger import ORACLES, Entry
 amounts = st.integers(0, 2**40)
 tables = st.dictionaries(st.sampled_from("xyqu"), amounts, max_size=4)
 calls = st.dictionaries(st.sampled_from(ORACLES), amounts, max_size=4)
-ledgers = st.builds(Ledger, amounts, tables, tables, tables, calls, amounts)
+ledgers = st.builds(Ledger, amounts, tables, tables, tables, calls, amounts, tables)
 entries = st.one_of(
     st.just(Entry("round")),
     st.just(Entry("samples")),
@@ -43,13 +43,13 @@ def test_columns_and_bytes_add(a: Ledger, b: Ledger) -> None:
 
 @given(ledgers)
 def test_entries_of_zero_do_not_matter(a: Ledger) -> None:
-    zeros = Ledger(down={"never": 0}, up={"never": 0}, edge={"never": 0}, calls={"f": 0})
+    zeros = Ledger(down={"never": 0}, up={"never": 0}, edge={"never": 0}, calls={"f": 0}, messages={"n": 0})
     assert a + zeros == a
     assert hash(a + zeros) == hash(a)
     assert str(a + zeros) == str(a)
 
 
-@given(ledgers, st.sampled_from(["rounds", "samples", "down", "up", "edge", "calls"]))
+@given(ledgers, st.sampled_from(["rounds", "samples", "down", "up", "edge", "calls", "messages"]))
 def test_one_more_of_anything_is_another_ledger(a: Ledger, field: str) -> None:
     more = Ledger(**{field: 1 if field in ("rounds", "samples") else {"f": 1}})
     assert a + more != a
@@ -69,8 +69,9 @@ def test_counts_of_many_steps_are_summed_without_overflow(times: list[int], unit
 
 
 def test_the_text_names_every_cost() -> None:
-    text = str(Ledger(2, {"x": 1000}, {"y": 7}, {"z": 1}, {"g_y": 5}, 12))
-    for part in ("2 rounds", "1,008 bytes", "12 samples", "x 1,000", "y 7", "z 1", "g_y 5"):
+    text = str(Ledger(2, {"x": 1000}, {"y": 7}, {"z": 1}, {"g_y": 5}, 12, {"z": 3}))
+    parts = ("2 rounds", "1,008 bytes", "12 samples", "x 1,000", "y 7", "z 1", "g_y 5", "links used 3 times")
+    for part in parts:
         assert part in text
 
 

@@ -20,7 +20,7 @@ import jax.random as jr
 
 from fedbilevel.fed.program import Program
 from fedbilevel.problem.oracle import Client, Stacks
-from fedbilevel.tree import PyTree, add, row, scale, step
+from fedbilevel.tree import PyTree, add, norm, row, scale, step
 
 When: TypeAlias = Literal["before", "after"]
 """Whether a node makes its gradient step before it sends, or after it has received."""
@@ -116,6 +116,15 @@ class Begun(Program):
         targets = jax.tree.leaves(c)[0].shape[0]
         v = jax.tree.map(lambda leaf: jnp.zeros((targets, *leaf.shape), leaf.dtype), x)
         return v, (c,) * self.kinds
+
+
+class Lengths(Program):
+    """`(c, vectors) ↦ (‖c‖, ‖u‖)`, `(2,)`: how long the adjoint was before the first step, and is now."""
+
+    def __call__(self, me: Client, *values: Any) -> PyTree:
+        c, vectors = values
+        # An infinity, which squares of large numbers may be, would pass for a state that diverged.
+        return jnp.nan_to_num(jnp.stack([norm(c), norm(vectors[0])]))
 
 
 class Total(Program):

@@ -16,7 +16,7 @@ import jax.random as jr
 import numpy as np
 import numpy.typing as npt
 
-from fedbilevel.adjoint.backward import AdjointStart, Backward, Begun, Outer, Total, When
+from fedbilevel.adjoint.backward import AdjointStart, Backward, Begun, Lengths, Outer, Total, When
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.network import Links, Network, Reversed, check_both_ways, check_undirected
 from fedbilevel.fed.place import At
@@ -116,6 +116,10 @@ class PushAdjoint(eqx.Module):
 
     def hypergradient(self, fed: Federation, at: Equilibrium, key: jax.Array) -> At:
         """The hypergradient in its own x, at every node."""
+        return self.solve(fed, at, key)[0]
+
+    def solve(self, fed: Federation, at: Equilibrium, key: jax.Array) -> tuple[At, At]:
+        """The hypergradient, and the lengths of the first and the last term, `(2,)`, at every node."""
         everyone = fed.everyone
         k_start, k_rounds = jr.split(key)
         point = *at[:3], everyone.relative_weights(alike=self.outer == "local")
@@ -132,8 +136,9 @@ class PushAdjoint(eqx.Module):
             out = everyone.run(self._program(at), *point, v, vectors, start[1], received, again, key=k_run)
             return out[0], out[1]
 
-        v, _ = fed.loop(self.terms, body, (begun[0], begun[1]))
-        return everyone.run(Total(self.outer), start[0], v, key=key)
+        v, vectors = fed.loop(self.terms, body, (begun[0], begun[1]))
+        lengths = everyone.run(Lengths(), start[1], vectors, key=key)
+        return everyone.run(Total(self.outer), start[0], v, key=key), lengths
 
     def _program(self, at: Equilibrium) -> Backward:
         return Backward(at.lr, self.alpha, self.beta, at.when, self.edges == "independent")
@@ -171,6 +176,20 @@ def VRHGP(terms: int, alpha: Any = 0.9, beta: Any = 0.1, **options: Any) -> Push
         **options: as for `PushAdjoint`.
     """
     return PushAdjoint(terms, alpha, beta, reduced=True, **options)
+
+
+def growth(lengths: Any) -> float:
+    """The longest last term of a node over the longest first one; 0 where there is none.
+
+    No mean of what neighbours send is longer than the longest of it, so this falls where `I − (α/w) H`
+    shrinks vectors. Over links that come and go a node may hear more than the mean by chance, and it may
+    rise a little.
+
+    Args:
+        lengths: `(n, 2)`, those of the first and the last term at every node.
+    """
+    first, last = np.max(np.asarray(lengths, float), axis=0)
+    return float(last / first) if first > 0 else 0.0
 
 
 def receiving_weights(network: Network) -> Matrix:

@@ -14,6 +14,7 @@ import numpy as np
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.links import Complete
 from fedbilevel.fed.network import check_links
+from fedbilevel.fed.place import Kept
 from fedbilevel.schedule import Schedule
 from fedbilevel.tree import PyTree
 
@@ -49,6 +50,13 @@ class Algorithm(eqx.Module, Generic[State]):
     @abc.abstractmethod
     def solution(self, state: State) -> tuple[PyTree, PyTree]:
         """The variables `(x, y)` of a state."""
+
+    def findings(self, state: State, read: Callable[[Kept], PyTree]) -> dict[str, float]:
+        """Numbers for the history that only clients know: what they keep, which `read` gives, a row each.
+
+        Not part of a step: looked at where a run is evaluated, like metrics, and like them not billed.
+        """
+        return {}
 
     def among(self, n: int) -> Any:
         """This algorithm for n clients: with what depends on their number made, and checked."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import jax.random as jr
 
 from fedbilevel.adjoint.backward import When
-from fedbilevel.adjoint.push import HGP, VRHGP, Equilibrium, PushAdjoint, receiving_weights
+from fedbilevel.adjoint.push import HGP, VRHGP, Equilibrium, PushAdjoint, growth, receiving_weights
 from fedbilevel.algorithm.base import Algorithm, Info
 from fedbilevel.algorithm.fedbio import copies
 from fedbilevel.algorithm.sgp import Lower, PushSum, first_lower, rates_of_steps
@@ -29,11 +30,15 @@ from fedbilevel.tree import PyTree, scale
 
 
 class Upper(NamedTuple):
-    """What nodes keep of the upper level: x, its push-sum weight, and the memory of the optimiser."""
+    """What nodes keep of the upper level: x, its push-sum weight, and the memory of the optimiser.
+
+    Besides, the lengths of the first and the last term of the latest hypergradient, `(2,)`.
+    """
 
     x: Kept
     w: Kept
     memory: Kept
+    lengths: Kept
 
 
 class PersonalState(NamedTuple):
@@ -82,7 +87,7 @@ class PDBO(Algorithm[PersonalState]):
         terms: M.
         alpha, beta: of VR-HGP; None for both: plain HGP.
         adjoint: another way to the hypergradient, in the place of `terms`, `alpha` and `beta`
-            (`adjoint.HGP`, `VRHGP`, `RecurrentBackpropagation`).
+            (`adjoint.HGP`, `VRHGP`, `RecurrentBackpropagation`; `algorithm.ITD`).
         adjoint_lr: α in the recursion of the hypergradient; None: the first of `lower_lr`.
         warm_start: go on from the last y, in the place of starting from y0 in every step.
         when: whether nodes make their gradient step "before" they send or "after" they have received.
@@ -176,16 +181,17 @@ class PDBO(Algorithm[PersonalState]):
     def init(self, fed: Federation, key: jax.Array) -> PersonalState:
         x0 = copies(fed.problem.constraint(fed.problem.x0), fed.n)
         memory = jax.vmap(self.upper.init)(x0)
-        upper = Upper(fed.keep(x0), fed.keep(jnp.ones(fed.n)), fed.keep(memory))
+        lengths = fed.keep(jnp.zeros((fed.n, 2)))
+        upper = Upper(fed.keep(x0), fed.keep(jnp.ones(fed.n)), fed.keep(memory), lengths)
         lower = self._descended(fed, upper, first_lower(fed), jnp.zeros((), jnp.int32), key)
         return PersonalState(upper, lower, jnp.asarray(self._inner_exchanges(), jnp.int32))
 
     def step(self, fed: Federation, state: PersonalState, key: jax.Array) -> tuple[PersonalState, Info]:
         k_adjoint, k_upper, k_links, k_lower = jr.split(key, 4)
-        everyone, (x, weight, memory) = fed.everyone, state.upper
-        h = self._adjoint().hypergradient(fed, self._reached(fed, state), k_adjoint)
+        everyone, (x, weight, memory, _) = fed.everyone, state.upper
+        h, lengths = self._hypergradient(fed, state, k_adjoint)
         out = everyone.run(UpperStep(self.upper), everyone.take(x), h, everyone.take(memory), key=k_upper)
-        upper, time = Upper(x, weight, everyone.put(memory, out[1])), state.time + self._exchanges()
+        upper, time = Upper(x, weight, everyone.put(memory, out[1]), lengths), state.time + self._exchanges()
         if self.consensus:
             upper, time = self._agreed(fed, upper, out[0], time, k_links), time + 1
         else:
@@ -197,7 +203,20 @@ class PDBO(Algorithm[PersonalState]):
     def solution(self, state: PersonalState) -> tuple[PyTree, PyTree]:
         return state.upper.x, state.lower.y
 
+    def findings(self, state: PersonalState, read: Callable[[Kept], PyTree]) -> dict[str, float]:
+        """How the terms of the latest hypergradient grew, if there was one that has terms."""
+        found = growth(read(state.upper.lengths))
+        return {"push_growth": found} if found else {}
+
     # ------------------------------------------------------------------ parts
+
+    def _hypergradient(self, fed: Federation, state: PersonalState, key: jax.Array) -> tuple[At, Kept]:
+        """The hypergradient, and what nodes keep of its terms."""
+        adjoint, at, kept = self._adjoint(), self._reached(fed, state), state.upper.lengths
+        if not isinstance(adjoint, PushAdjoint):
+            return adjoint.hypergradient(fed, at, key), kept
+        h, lengths = adjoint.solve(fed, at, key)
+        return h, fed.everyone.put(kept, lengths)
 
     def _descended(self, fed: Federation, upper: Upper, start: Lower, time: Any, key: jax.Array) -> Lower:
         links = None if self.local else self.links

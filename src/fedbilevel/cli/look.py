@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from fedbilevel.cli.say import show
 from fedbilevel.data.source import Source
@@ -33,7 +34,7 @@ def list_names(
     for title in [group] if group else everything:
         table = Table(title=title, title_justify="left", show_header=False, box=None, title_style="bold")
         for name, thing in everything[title].items():
-            table.add_row(name, _summary(thing))
+            table.add_row(name, Text(_summary(thing)))
         show(table)
 
 
@@ -107,5 +108,6 @@ def _settings(factory: Any, fields: dict[str, str]) -> Table:
         if name == "key":  # the runner's business
             continue
         needed = parameter.default is inspect.Parameter.empty
-        table.add_row(name, "needed" if needed else repr(parameter.default), fields.get(name, ""))
+        default = "needed" if needed else repr(parameter.default)
+        table.add_row(name, Text(default), Text(fields.get(name, "")))  # "[i, j]" is no markup
     return table

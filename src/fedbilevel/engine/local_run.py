@@ -1,12 +1,14 @@
 """A client's end of `run`: a local program, traced once and compiled once for all clients of a machine.
 
 Clients run the same programs at the same time. Where they share JAX's cache of compiled programs, the first
-compiles while the others wait and then read what it left: n clients of a machine cost one compilation, not n.
+compiles while the others wait and then read what it left: n clients of a machine cost one compilation, not n,
+if their data have the same shapes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -14,7 +16,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from fedbilevel.data.batches import Samples
 from fedbilevel.data.clients import Clients
 from fedbilevel.fed.ledger import Counts, as_arrays, metering
 from fedbilevel.fed.program import Program
@@ -66,6 +70,28 @@ class LocalRun:
                 traced.compile()
             self._known.add(kind)
         return self._run(clients, *arguments)
+
+
+def rounded(clients: Clients) -> Clients:
+    """A client's data with rows of zeros behind them, which it never draws, up to a round number of rows.
+
+    Clients of about the same size then have data of one shape, so that they share their programs. The next
+    power of two, or the size of the largest client if that is less: nobody stores more than twice its data.
+    """
+    lower, upper, test, validation = map(
+        _rounded, (clients.lower, clients.upper, clients.test, clients.validation)
+    )
+    return Clients(lower, upper, test=test, validation=validation)
+
+
+def _rounded(samples: Samples) -> Samples:
+    leaves = jax.tree.leaves(samples.flat)
+    rows = len(leaves[0]) if leaves else 0
+    more = min(samples.longest, 1 << max(rows - 1, 0).bit_length()) - rows
+    if more <= 0 or samples.rows is not None:
+        return samples
+    flat = jax.tree.map(lambda leaf: np.pad(leaf, [(0, more)] + [(0, 0)] * (leaf.ndim - 1)), samples.flat)
+    return dataclasses.replace(samples, flat=flat)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import numpy as np
 from fedbilevel.data.clients import DataError
 from fedbilevel.engine.agreement import Agreement
 from fedbilevel.engine.handle import spec_of_rows
-from fedbilevel.engine.local_run import LocalRun
+from fedbilevel.engine.local_run import LocalRun, rounded
 from fedbilevel.engine.mailbox import Mailbox, Post
 from fedbilevel.engine.own_data import Levels, OwnData, assembled, own_levels, report
 from fedbilevel.engine.programs import names, programs_of
@@ -121,7 +121,7 @@ class Worker:
         self.mailbox.reset()
         self.problem = problem() if isinstance(problem, types.FunctionType) else problem
         clients = assembled(self._levels(), clients) if isinstance(clients, OwnData) else clients
-        self.problem, self.clients = (jax.tree.map(_on_device, t) for t in (self.problem, clients))
+        self.problem, self.clients = (jax.tree.map(_on_device, t) for t in (self.problem, rounded(clients)))
         self.id = id
         self.runs: dict[Any, LocalRun] = {}
         self.programs = programs_of(self.problem, self.clients, n, algorithm, probes, self._shapes)

@@ -11,13 +11,15 @@ from typing import Any
 
 import jax
 
-from fedbilevel.algorithm.base import Variables
 from fedbilevel.experiment.build import build
 from fedbilevel.experiment.config import Plan
 from fedbilevel.experiment.evaluate import Evaluator
 from fedbilevel.experiment.loop import Run
 from fedbilevel.experiment.run import check, ready, room
 from fedbilevel.fed.ledger import Ledger
+
+LONG = 20.0
+"""Seconds: a first step that took longer is not made a second time to see it without compilation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Estimate:
         diverged: whether already the first step gave no finite numbers.
         steps, evaluations: how many there will be.
         memory: the largest this process has been so far, in bytes.
+        once: whether the step was so long that it was made once only: its time has compilation in it.
     """
 
     preparation: float
@@ -43,6 +46,7 @@ class Estimate:
     steps: int
     evaluations: int
     memory: int
+    once: bool = False
 
     @property
     def seconds(self) -> float:
@@ -53,11 +57,20 @@ class Estimate:
         sent = self.before.bytes + self.steps * self.spent.bytes
         rounds = self.before.rounds + self.steps * self.spent.rounds
         return (
-            f"{self.steps:,} steps: about {duration(self.seconds)}, {sent / 1e6:,.1f} MB sent in "
+            f"{self.steps:,} steps: {self._about} {duration(self.seconds)}, {sent / 1e6:,.1f} MB sent in "
             f"{rounds:,} rounds, {self.memory / 2**30:.2f} GiB of memory{self._trouble}\n"
-            f"  one step {self.step * 1e3:,.1f} ms, an evaluation {self.evaluation * 1e3:,.1f} ms, "
+            f"  one step{self._compiled} {self.step * 1e3:,.1f} ms, "
+            f"an evaluation {self.evaluation * 1e3:,.1f} ms, "
             f"preparation {self.preparation:.1f} s"
         )
+
+    @property
+    def _about(self) -> str:
+        return "at most" if self.once else "about"
+
+    @property
+    def _compiled(self) -> str:
+        return " with its compilation" if self.once else ""
 
     @property
     def _trouble(self) -> str:
@@ -65,7 +78,10 @@ class Estimate:
 
 
 def estimate(plan: Plan) -> Estimate:
-    """Build a run, do one step and evaluate it, writing nothing."""
+    """Build a run, do one step (a short one twice: the first time it is compiled) and evaluate it.
+
+    Writes nothing.
+    """
     began = time.perf_counter()
     with jax.enable_x64(plan.config["precision"] == "float64"):
         built, steps, every = build(plan), int(plan.config["steps"]), int(plan.config["every"])
@@ -81,24 +97,23 @@ def estimate(plan: Plan) -> Estimate:
             def advance() -> Any:
                 return session.advance(run.state, run.key, 0, 1, room(every, steps))
 
-            block = advance()
-            preparation = time.perf_counter() - began
-            step = _seconds(advance)
-            run.take(block)
-            evaluation = _seconds(
-                lambda: evaluate(session, Variables(*algorithm.solution(run.state)), run.key)[0]
-            )
-    spent = Ledger.from_counts(block.counts)
+            ready_after = time.perf_counter() - began
+            first, block = _timed(advance)
+            once = first > LONG
+            step = first if once else _timed(advance)[0]
+            evaluation, _ = _timed(lambda: run.take(block))
+    preparation = ready_after + (0 if once else first)
     return Estimate(
-        *(preparation, step, evaluation, spent, before, run.diverged),
-        *(steps, -(-steps // every), _memory()),
+        *(preparation, step, evaluation, Ledger.from_counts(block.counts), before, run.diverged),
+        *(steps, -(-steps // every), _memory(), once),
     )
 
 
-def _seconds(work: Callable[[], Any]) -> float:
+def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    """How many seconds it takes, and what comes out."""
     start = time.perf_counter()
-    jax.block_until_ready(work())
-    return time.perf_counter() - start
+    out = jax.block_until_ready(work())
+    return time.perf_counter() - start, out
 
 
 def _memory() -> int:

@@ -103,6 +103,8 @@ class Run:
         self.step += block.done
         self.ledger = self.ledger + Ledger.from_counts(block.counts)
         info = {name: np.asarray(values)[: block.done] for name, values in block.info.items()}
+        found = self.algorithm.findings(self.state, self.session.federation.stacked)
+        info |= {name: np.array([value]) for name, value in found.items()}
         for kind, worst in suspicions(info).items():
             pick = min if kind == "curvature" else max
             self.trouble[kind] = pick(self.trouble.get(kind, worst), worst)

@@ -244,9 +244,10 @@ GROUPS: Mapping[str, Mapping[str, Any]] = {
 
 
 def nearest(name: str, names: typing.Iterable[str]) -> str:
-    """The end of a sentence about a wrong name: the nearest valid one, if there is any."""
-    near = difflib.get_close_matches(str(name), list(names), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else "."
+    """The end of a sentence about a wrong name: the nearest valid one, if there is any, in any case."""
+    spelt = {known.lower(): known for known in names}
+    near = difflib.get_close_matches(str(name).lower(), list(spelt), n=1, cutoff=0.5)
+    return f"; did you mean {spelt[near[0]]!r}?" if near else "."
 
 
 def find(kind: Any, group: Mapping[str, Factory], what: str) -> Factory:

@@ -13,6 +13,9 @@ from fedbilevel.adjoint.base import GROWTH
 from fedbilevel.data.batches import Samples
 from fedbilevel.data.clients import Clients
 
+PUSH_GROWTH = 2.0
+"""What terms of hypergradient push may grow by over links that come and go, and the series still converge."""
+
 
 class AdjointWarning(UserWarning):
     """The adjoint system was not solved: the hypergradients of the run cannot be trusted."""
@@ -32,6 +35,11 @@ _NOTES = {
         "conjugate gradients met negative curvature ({:.3g} at worst): g is not strongly convex in y there. "
         "Add `damping` above the most negative eigenvalue; `fedbilevel.diagnose` measures it."
     ),
+    "push": (
+        "the terms of hypergradient push grew (the last was {:.3g} times the first at worst): their series "
+        "does not converge, and more terms make it worse. Set `adjoint_lr`, which else is the first of "
+        "`lower_lr`, below two over the largest curvature of a node's minibatch: try a fifth of it."
+    ),
     "failed": (
         "the clients' own adjoints failed at up to {:.0%} of the clients: their Hessians have eigenvalues "
         'above `smoothness` (`smoothness="auto"` measures a bound) or below zero (add `damping`).'
@@ -49,8 +57,14 @@ def suspicions(info: dict[str, Any]) -> dict[str, float]:
     growth = np.max(info.get("adjoint_growth", 0.0), initial=0.0)
     curvature = np.min(info.get("adjoint_curvature", 1.0), initial=1.0)
     share = np.max(info.get("adjoint_failed", 0.0), initial=0.0)
-    found = (("growth", growth, growth > GROWTH), ("curvature", curvature, curvature <= 0))
-    return {kind: float(worst) for kind, worst, bad in (*found, ("failed", share, share > 0)) if bad}
+    push = np.max(info.get("push_growth", 0.0), initial=0.0)
+    found = (
+        ("growth", growth, growth > GROWTH),
+        ("curvature", curvature, curvature <= 0),
+        ("push", push, push > PUSH_GROWTH),
+        ("failed", share, share > 0),
+    )
+    return {kind: float(worst) for kind, worst, bad in found if bad}
 
 
 def data_notes(clients: Clients) -> tuple[str, ...]:

@@ -112,6 +112,7 @@ class Ledger:
         edge: bytes from client to client, by label.
         calls: oracle calls of all clients, by kind (`f, f_x, f_y, g, g_y, g_yy, g_xy`).
         samples: samples read by these calls (a fused call reads its batch once).
+        messages: from client to client, by label: how many links were used, with `edge/messages` bytes each.
         seconds: what it takes under simulated conditions; None where there is no model of time. No part of
             equality: it is a sum of real numbers, which may be added in another order.
     """
@@ -122,22 +123,26 @@ class Ledger:
     edge: Mapping[str, int] = dataclasses.field(default_factory=dict)
     calls: Mapping[str, int] = dataclasses.field(default_factory=dict)
     samples: int = 0
+    messages: Mapping[str, int] = dataclasses.field(default_factory=dict)
     seconds: float | None = None
 
     @classmethod
     def from_counts(cls, counts: Mapping[Entry, Any]) -> Ledger:
         """Total of booked counts; array values are summed exactly, in Python integers."""
         tables: dict[str, dict[str, int]] = {"down": {}, "up": {}, "edge": {}, "call": {}}
+        messages: dict[str, int] = {}
         totals, seconds = {"round": 0, "samples": 0}, None
         for (kind, label, unit), times in counts.items():
             if kind == SECONDS.kind:
                 seconds = float(np.sum(np.asarray(times, np.float64)))
                 continue
-            amount = int(np.sum(np.asarray(times, np.int64))) * unit
+            number = int(np.sum(np.asarray(times, np.int64)))
             if kind in totals:
-                totals[kind] += amount
-            else:
-                tables[kind][label] = tables[kind].get(label, 0) + amount
+                totals[kind] += number * unit
+                continue
+            tables[kind][label] = tables[kind].get(label, 0) + number * unit
+            if kind == "edge":
+                messages[label] = messages.get(label, 0) + number
         return cls(
             totals["round"],
             tables["down"],
@@ -145,6 +150,7 @@ class Ledger:
             tables["edge"],
             tables["call"],
             totals["samples"],
+            messages,
             seconds,
         )
 
@@ -156,6 +162,7 @@ class Ledger:
             _merge(self.edge, other.edge),
             _merge(self.calls, other.calls),
             self.samples + other.samples,
+            _merge(self.messages, other.messages),
             _sum(self.seconds, other.seconds),
         )
 
@@ -166,7 +173,7 @@ class Ledger:
         return hash((self.rounds, self.samples))
 
     def _spent(self) -> tuple[Any, ...]:
-        tables = (self.down, self.up, self.edge, self.calls)
+        tables = (self.down, self.up, self.edge, self.calls, self.messages)
         return (self.rounds, self.samples, *({k: v for k, v in t.items() if v} for t in tables))
 
     @property
@@ -193,8 +200,10 @@ class Ledger:
         for title in ("down", "up", "edge", "calls"):
             table = {k: v for k, v in getattr(self, title).items() if v}
             if table:
-                parts = ", ".join(f"{label} {amount:,}" for label, amount in sorted(table.items()))
-                lines.append(f"  {title:5} {parts}")
+                parts = [f"{label} {amount:,}" for label, amount in sorted(table.items())]
+                lines.append(f"  {title:5} {', '.join(parts)}")
+        if sum(self.messages.values()):
+            lines.append(f"  links used {sum(self.messages.values()):,} times")
         return "\n".join(lines)
 
 

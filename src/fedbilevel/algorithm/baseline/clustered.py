@@ -159,6 +159,7 @@ def halved(
     return jnp.where(leaves, first.astype(cluster.dtype), cluster)
 
 
+@jax.jit  # a server that runs it step by step would compile the loop in every step
 def _best_chains(similar: jax.Array) -> jax.Array:
     def by_way_of(k: Any, best: jax.Array) -> jax.Array:
         return jnp.maximum(best, jnp.minimum(best[:, k, None], best[None, k, :]))
