@@ -218,7 +218,10 @@ REFUSED = {
         lambda: Dirichlet(2, 1.0)({"labels": np.zeros((4, 2))}, rng()),
         r"one value a sample in the column 'labels'; its shape is \(4, 2\)",
     ),
-    "more classes than there are": (lambda: ClassesPerClient(2, 5)(FOUR, rng()), "cannot deal out 4 classes"),
+    "more classes than there are": (
+        lambda: ClassesPerClient(2, 5)(FOUR, rng()),
+        "cannot deal out 4 classes: give `each` of at most 4",
+    ),
     "classes lost": (
         lambda: ClassesPerClient(3, 1)(FOUR, rng()),
         "3 clients together take at most 3, so that the others would be lost",

@@ -98,11 +98,13 @@ def test_who_compiles_is_alone(cache: pathlib.Path) -> None:
     """The others wait for whoever has the file, and go on when it is free."""
     run, done = program(), threading.Event()
     ran(run, 0, 1.0)
-    other = threading.Thread(target=lambda: (ran(program("other"), 0, 1.0), done.set()))
-    with (cache / "compiling").open("a") as file:
+    (lock,) = cache.glob("compiling-*")
+    other = threading.Thread(target=lambda: (ran(program(), 1, 1.0), done.set()))
+    with lock.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         other.start()
         ran(run, 1, 1.0)  # what is compiled waits for nobody
+        ran(program("another"), 1, 1.0)  # nor does another program
         assert not done.wait(1.0)
     assert done.wait(60)
     other.join()
@@ -116,8 +118,7 @@ def test_without_a_cache_of_all_programs_nobody_waits(setting: str, value: Any, 
     before = getattr(jax.config, setting)
     jax.config.update(setting, value)
     try:
-        with (cache / "compiling").open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            ran(program(), 0, 1.0)
+        ran(program(), 0, 1.0)
     finally:
         jax.config.update(setting, before)
+    assert not list(cache.glob("compiling-*"))

@@ -118,6 +118,31 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
+LEARN_Y = {
+    "SGP": lambda: fb.SGP(fb.links.Ring(), 0.1),
+    "PDBO": lambda: fb.PDBO(fb.links.Ring(), 0.1, 2, fb.SGD(0.1), terms=2),
+    "Local": lambda: fb.Local(0.1),
+    "FedProx": lambda: fb.FedProx(0.1, 1.0),
+    "FedSep": lambda: fb.FedSep(fb.LinearSketch(2), fb.SGD(0.1)),
+    "CompressedFedAvg": fb.CompressedFedAvg,
+    "FetchSGD": lambda: fb.FetchSGD(fb.SGD(0.1), 1, 3, 4, 1),
+}
+
+
+@pytest.mark.parametrize("name", LEARN_Y)
+def test_a_method_that_learns_y_needs_one(name: str) -> None:
+    """Over an empty y it would do nothing, and say nothing."""
+    one = fb.single_level(lambda x, samples: upper(0 * x, x, samples), jnp.zeros(4))
+    with pytest.raises(ValueError, match=r"learns y, and this problem \(single_level\) has none.*make it y"):
+        solve(one, algorithm=LEARN_Y[name]())
+
+
+def test_pdbo_needs_an_x() -> None:
+    alone = fb.Problem(lambda x, y, s: jnp.mean(s @ y), lambda x, y, s: jnp.mean(s @ y), (), jnp.zeros(4))
+    with pytest.raises(ValueError, match="tunes x, and this problem has none: its x0 is empty"):
+        solve(alone, algorithm=LEARN_Y["PDBO"]())
+
+
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistake_gets_an_error_that_explains(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Without the type checker of the tests, which a user does not have.

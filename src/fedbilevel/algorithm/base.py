@@ -16,7 +16,7 @@ from fedbilevel.fed.links import Complete
 from fedbilevel.fed.network import check_links
 from fedbilevel.fed.place import Kept
 from fedbilevel.schedule import Schedule
-from fedbilevel.tree import PyTree
+from fedbilevel.tree import PyTree, size
 
 State = TypeVar("State")
 Info: TypeAlias = dict[str, jax.Array]
@@ -86,6 +86,24 @@ def decides(*settings: str) -> Callable[[Factory], Factory]:
         return factory
 
     return mark
+
+
+def check_learns_y(problem: Any) -> None:
+    """Raise an error that explains if there is no y, where a method is about to learn it."""
+    if not size(problem.y0):
+        raise ValueError(
+            f"the method learns y, and this problem ({problem.structure}) has none. To learn one variable "
+            "alone, make it y: fedbilevel.Problem(f, f, x0=(), y0=...) with f(x, y, samples)"
+        )
+
+
+def check_tunes_x(problem: Any) -> None:
+    """Raise an error that explains if there is no x, where a method is about to tune it."""
+    if not size(problem.x0):
+        raise ValueError(
+            "the method tunes x, and this problem has none: its x0 is empty. Use one that learns y alone, "
+            "such as SGP or FedAvg, or a problem with an x, such as fedbilevel.ClassWeights"
+        )
 
 
 def check_lengths(settings: Any, n: int) -> None:

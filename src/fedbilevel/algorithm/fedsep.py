@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jax.random as jr
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from fedbilevel.algorithm.base import Algorithm, Info, check_lengths
+from fedbilevel.algorithm.base import Algorithm, Info, check_learns_y, check_lengths
 from fedbilevel.algorithm.fedbio import copies
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.loop import branch
@@ -152,6 +152,7 @@ class FedSep(Algorithm[Separated]):
             )
 
     def on(self, problem: Problem) -> FedSep:
+        check_learns_y(problem)
         made = self.decoder.shared(problem) if self.shared is None else self.shared
         auto = isinstance(self.server_lr, str)  # an array has no truth value
         server_lr = self.decoder.server_lr(problem) if auto else self.server_lr

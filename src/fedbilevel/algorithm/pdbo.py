@@ -13,7 +13,7 @@ import jax.random as jr
 
 from fedbilevel.adjoint.backward import When
 from fedbilevel.adjoint.push import HGP, VRHGP, Equilibrium, PushAdjoint, growth, receiving_weights
-from fedbilevel.algorithm.base import Algorithm, Info
+from fedbilevel.algorithm.base import Algorithm, Info, check_tunes_x
 from fedbilevel.algorithm.fedbio import copies
 from fedbilevel.algorithm.sgp import Lower, PushSum, first_lower, rates_of_steps
 from fedbilevel.fed.federation import Federation
@@ -179,6 +179,7 @@ class PDBO(Algorithm[PersonalState]):
     # ------------------------------------------------------------------ steps
 
     def init(self, fed: Federation, key: jax.Array) -> PersonalState:
+        check_tunes_x(fed.problem)
         x0 = copies(fed.problem.constraint(fed.problem.x0), fed.n)
         memory = jax.vmap(self.upper.init)(x0)
         lengths = fed.keep(jnp.zeros((fed.n, 2)))

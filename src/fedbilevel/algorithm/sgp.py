@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.random as jr
 
 from fedbilevel.adjoint.backward import When
-from fedbilevel.algorithm.base import Algorithm, Info
+from fedbilevel.algorithm.base import Algorithm, Info, check_learns_y
 from fedbilevel.algorithm.fedbio import copies
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.network import Links, check_all_answer, check_links, check_push_sum
@@ -165,6 +165,7 @@ class SGP(Algorithm[Nodes]):
 
 def first_lower(fed: Federation) -> Lower:
     """Every node at y0 with weight one, having seen nothing."""
+    check_learns_y(fed.problem)
     zeros = jnp.zeros((fed.n, fed.n))
     ones = jnp.ones(fed.n)
     nothing = {"sent": zeros, "heard": zeros, "exchanges": jnp.zeros(fed.n), "w": ones}

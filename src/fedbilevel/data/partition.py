@@ -110,11 +110,12 @@ class ClassesPerClient:
 
     def _choice(self, classes: int, rng: np.random.Generator) -> Rows:
         """The classes of each client, `(clients, each)`: always the least used ones, ties at random."""
-        if not self.each <= classes <= self.each * self.clients:
+        if self.each > classes:
+            raise DataError(f"{self} cannot deal out {classes} classes: give `each` of at most {classes}")
+        if classes > self.each * self.clients:
             raise DataError(
-                f"{self} cannot deal out {classes} classes: a client can have at most all of them, and "
-                f"{self.clients} clients together take at most {self.clients * self.each}, so that the "
-                "others would be lost; change `each` or `clients`"
+                f"{self} cannot deal out {classes} classes: {self.clients} clients together take at most "
+                f"{self.clients * self.each}, so that the others would be lost; change `each` or `clients`"
             )
         used, chosen = np.zeros(classes, int), []
         for _ in range(self.clients):

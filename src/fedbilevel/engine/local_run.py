@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
+import re
 import sys
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,8 +29,8 @@ from fedbilevel.problem.oracle import Client
 from fedbilevel.tree import PyTree
 
 _settings: Any = jax.config  # whose options have no types
-_LOCK = "compiling"
-"""The file in the cache's folder that whoever compiles has locked."""
+_LOCKS = 4096
+"""How many files in the cache's folder tell programs apart that are compiled at the same time."""
 
 
 class LocalRun:
@@ -50,6 +52,7 @@ class LocalRun:
             return jax.tree.map(jnp.asarray, out), as_arrays(meter.counts)
 
         self._run = jax.jit(run)
+        self._name = repr(structure)
         self._known: set[Any] = set()
 
     def shapes(self, clients: Clients, id: int, settings: list[Any], values: list[PyTree]) -> PyTree:
@@ -66,7 +69,7 @@ class LocalRun:
         kind = (jax.tree.structure((clients, arguments)), *map(jax.typeof, jax.tree.leaves(arguments)))
         if kind not in self._known:
             traced = self._run.lower(clients, *arguments)  # which all clients do at the same time
-            with _turn():
+            with _turn(self._name + repr(kind)):
                 traced.compile()
             self._known.add(kind)
         return self._run(clients, *arguments)
@@ -78,10 +81,8 @@ def rounded(clients: Clients) -> Clients:
     Clients of about the same size then have data of one shape, so that they share their programs. The next
     power of two, or the size of the largest client if that is less: nobody stores more than twice its data.
     """
-    lower, upper, test, validation = map(
-        _rounded, (clients.lower, clients.upper, clients.test, clients.validation)
-    )
-    return Clients(lower, upper, test=test, validation=validation)
+    levels, structure = jax.tree.flatten(clients, is_leaf=lambda part: isinstance(part, Samples))
+    return jax.tree.unflatten(structure, [_rounded(s) if isinstance(s, Samples) else s for s in levels])
 
 
 def _rounded(samples: Samples) -> Samples:
@@ -95,8 +96,12 @@ def _rounded(samples: Samples) -> Samples:
 
 
 @contextlib.contextmanager
-def _turn() -> Iterator[None]:
-    """Inside, no other client with the same cache compiles; without a cache for all programs: at once."""
+def _turn(program: str) -> Iterator[None]:
+    """Inside, no other client with the same cache compiles this program; at once without a cache of them all.
+
+    Args:
+        program: a description, in which addresses do not count. Other programs are compiled side by side.
+    """
     if sys.platform == "win32" or not _shared():
         yield
         return
@@ -104,7 +109,8 @@ def _turn() -> Iterator[None]:
 
     folder = pathlib.Path(_settings.jax_compilation_cache_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / _LOCK).open("a") as file:
+    number = zlib.crc32(re.sub(r" at 0x\w+", "", program).encode()) % _LOCKS
+    with (folder / f"compiling-{number}").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # the system unlocks it when the file is closed, or its process dies
         yield
 

@@ -18,7 +18,7 @@ from fedbilevel.experiment.loop import Run
 from fedbilevel.experiment.run import check, ready, room
 from fedbilevel.fed.ledger import Ledger
 
-LONG = 20.0
+LONG = 120.0
 """Seconds: a first step that took longer is not made a second time to see it without compilation."""
 
 

@@ -11,7 +11,7 @@ import jax.random as jr
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float
 
-from fedbilevel.algorithm.base import Algorithm, Info, check_lengths
+from fedbilevel.algorithm.base import Algorithm, Info, check_learns_y, check_lengths
 from fedbilevel.algorithm.fedbio import copies
 from fedbilevel.fed.codec import Codec, TopK, check_entries
 from fedbilevel.fed.compress import Quantized, RandomK, check_bits
@@ -112,6 +112,7 @@ class CompressedFedAvg(Algorithm[Averaged]):
 
     def init(self, fed: Federation, key: jax.Array) -> Averaged:
         check_lengths(self, fed.n)
+        check_learns_y(fed.problem)
         x, y = fed.problem.constraint(fed.problem.x0), fed.problem.y0
         remembers = self.feedback and self._codec(y) is not None
         return Averaged(x, y, fed.keep(copies(zeros_like(y), fed.n)) if remembers else None)
@@ -201,6 +202,7 @@ class FetchSGD(Algorithm[Tables]):
 
     def init(self, fed: Federation, key: jax.Array) -> Tables:
         check_lengths(self, fed.n)
+        check_learns_y(fed.problem)
         x, y = fed.problem.constraint(fed.problem.x0), fed.problem.y0
         if self.k > size(y):
             raise ValueError(f"k is {self.k}, but y has {size(y)} entries; give at most as many")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 
-from fedbilevel.algorithm.base import Algorithm, Info, check_lengths
+from fedbilevel.algorithm.base import Algorithm, Info, check_learns_y, check_lengths
 from fedbilevel.algorithm.fedbio import copies
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.place import Kept
@@ -26,6 +26,7 @@ class Own(NamedTuple):
 
 def first_own(fed: Federation) -> Own:
     """Every client where the problem starts."""
+    check_learns_y(fed.problem)
     x0 = fed.problem.constraint(fed.problem.x0)
     return Own(fed.keep(copies(x0, fed.n)), fed.keep(copies(fed.problem.y0, fed.n)))
 
