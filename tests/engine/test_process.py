@@ -23,6 +23,7 @@ import fedbilevel as fb
 from conform.cases import CASES, distance
 from conform.every_verb import EveryVerb
 from fedbilevel.engine import TooFewClientsError
+from fedbilevel.engine.configuration import client_environment
 from fedbilevel.engine.wire import decode
 from fedbilevel.portable import PortableError
 from rogue_worker import VICTIM, Average
@@ -253,6 +254,26 @@ def test_settings_take_the_dtype_of_the_variables(processes: fb.Process) -> None
 def test_settings_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         fb.Process(**options)
+
+
+def test_clients_share_a_cache_of_compiled_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX's own if there is one, else one that goes with the pool; what the user says counts."""
+    before = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "7")
+    monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+    with fb.Process() as engine:
+        folder = pathlib.Path(engine._pool._cache.name)  # type: ignore[union-attr]
+        assert folder.is_dir()
+        assert client_environment(str(folder))["JAX_COMPILATION_CACHE_DIR"] == before
+        jax.config.update("jax_compilation_cache_dir", None)
+        try:
+            own = client_environment(str(folder))
+        finally:
+            jax.config.update("jax_compilation_cache_dir", before)
+    assert own["JAX_COMPILATION_CACHE_DIR"] == str(folder)
+    assert own["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] == "0"
+    assert own["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] == "7"
+    assert not folder.exists()
 
 
 # ------------------------------------------------------------ what may travel

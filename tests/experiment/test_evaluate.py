@@ -11,7 +11,7 @@ import fedbilevel as fb
 from fedbilevel.algorithm.measure import MEASURES
 from fedbilevel.experiment.evaluate import SUMMARIES, summary
 
-METHOD = fb.FedNest(0.05, 0.1, series="cg", terms=3)
+METHOD = fb.FedBiO(0.05, 0.1, 0.1)
 EVERY = 2
 
 

@@ -1,6 +1,7 @@
 """The problems with known answers: their closed forms against derivatives that know nothing of them."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +130,7 @@ def test_one_client_with_all_samples_has_the_same_objectives(quadratic, point):
     several, pooled = (known.clients(samples=3, noise=0.5, pooled=pool) for pool in (False, True))
     problem = known.problem()
 
+    @functools.partial(jax.jit, static_argnames="level")
     def both(clients, level):
         function, data = getattr(problem, level), getattr(clients, level)
         batches = jax.vmap(lambda client: data.batch(client, jax.random.key(0)).samples)(

@@ -61,7 +61,7 @@ def test_objectives_and_the_gradient_in_the_head_are_the_closed_forms():
     np.testing.assert_allclose(problem.upper(x, y, arrays()), loss, rtol=1e-12)
     np.testing.assert_allclose(problem.lower(x, y, arrays()), loss + PENALTY / 2 * square, rtol=1e-12)
     gap = (shares - np.eye(CLASSES)[SAMPLES["labels"]]) / len(shares)
-    slope = jax.grad(problem.lower, 1)(x, y, arrays())
+    slope = jax.jit(jax.grad(problem.lower, 1))(x, y, arrays())
     np.testing.assert_allclose(slope["weight"], features.T @ gap + PENALTY * y["weight"], atol=1e-14)
     np.testing.assert_allclose(slope["bias"], gap.sum(0) + PENALTY * y["bias"], atol=1e-14)
 
@@ -71,7 +71,7 @@ def test_the_gradient_in_the_backbone_is_that_of_finite_differences():
     problem = make()
     x, y = problem.x0, problem.y0
     flat, back = ravel_pytree(x)
-    found = ravel_pytree(jax.grad(problem.upper)(x, y, arrays()))[0]
+    found = ravel_pytree(jax.jit(jax.grad(problem.upper))(x, y, arrays()))[0]
     for place in range(0, flat.size, 4):
         up, down = (problem.upper(back(flat.at[place].add(e)), y, arrays()) for e in (1e-5, -1e-5))
         np.testing.assert_allclose(found[place], (up - down) / 2e-5, rtol=1e-6, atol=1e-10)
@@ -83,7 +83,7 @@ def test_the_penalty_is_what_makes_the_lower_level_strongly_convex(penalty):
     """Without it, shifting all logits alike changes nothing: an eigenvalue is zero."""
     problem = make(penalty=penalty)
     flat, back = ravel_pytree(problem.y0)
-    hessian = jax.hessian(lambda y: problem.lower(problem.x0, back(y), arrays()))(flat)
+    hessian = jax.jit(jax.hessian(lambda y: problem.lower(problem.x0, back(y), arrays())))(flat)
     np.testing.assert_allclose(np.linalg.eigvalsh(hessian)[0], penalty, atol=1e-12)
 
 

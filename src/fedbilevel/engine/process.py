@@ -32,8 +32,8 @@ class Process(Engine):
     """Runs every client in its own process, over a checked wire: the reference for real networks.
 
     For POSIX systems. As a context manager it keeps its processes for several runs; else each run
-    starts its own. Clients share what they compile, in JAX's compilation cache if it is on, else in a temporary
-    folder.
+    starts its own. Clients share what they compile, in JAX's compilation cache if it is on, else in a
+    temporary folder.
 
         with fb.Process() as engine:
             fb.solve(problem, clients, algorithm, steps=20, engine=engine)
