@@ -58,7 +58,7 @@ def room_for_programs() -> Iterator[None]:
     """
     yield
     maps = pathlib.Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 40_000:
+    if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
         jax.clear_caches()
         gc.collect()
 

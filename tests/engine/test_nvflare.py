@@ -41,8 +41,7 @@ def engine() -> Iterator[NVFlare]:
         yield engine
 
 
-# Means of samples of clients, values that clients keep, messages of peers: all that a site is asked for.
-@pytest.mark.parametrize("name", ["FedNest", "FedBiOLocal", "PDBO"])
+@pytest.mark.parametrize("name", ["FedNest", "FedBiOAcc", "FedSep", "FedBiOLocal", "PDBO"])
 def test_same_iterates_and_ledger_as_the_simulator(name: str, engine: NVFlare) -> None:
     case = CASES[name]
     problem, clients = case.make()
