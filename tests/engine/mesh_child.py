@@ -29,22 +29,25 @@ from fedbilevel.engine.mesh.shard import split_kept
 from fedbilevel.experiment.build import build
 from fedbilevel.experiment.config import Plan
 from fedbilevel.experiment.runner import run_all
+from fedbilevel.problem.base import OfLower
 
 
-def session_of(algorithm: Any, samples: int) -> Any:
-    """Five clients with so many samples of 7 numbers."""
+def session_of(algorithm: Any, samples: int, level: str = "upper") -> Any:
+    """Five clients with so many samples of 7 numbers; what is learnt is x, or y."""
 
     def loss(x: Any, rows: jax.Array) -> jax.Array:
         return jnp.mean((rows @ x["a"] - x["b"]) ** 2)
 
-    problem = fb.single_level(loss, {"a": jnp.ones(7), "b": jnp.zeros(())})
+    start = {"a": jnp.ones(7), "b": jnp.zeros(())}
+    of_y = OfLower(loss)
+    problem = fb.single_level(loss, start) if level == "upper" else fb.Problem(of_y, of_y, (), start)
     clients = fb.Clients([jnp.full((samples, 7), float(i)) for i in range(5)], batch_size=2)
     return fb.Mesh().federation(problem, clients).compile(algorithm)
 
 
-def exchanges(algorithm: Any) -> list[list[Any]]:
+def exchanges(algorithm: Any, level: str = "upper") -> list[list[Any]]:
     """What the compiled program of a block of steps has devices exchange: kinds, and numbers of elements."""
-    session = session_of(algorithm, 100)
+    session = session_of(algorithm, 100, level)
     kept, shared = split_kept(session.init(jax.random.key(0))[0])
     times = jnp.asarray(0), jnp.asarray(3)
     known = session.federation.layout.everywhere((shared, session.stepper, jax.random.key(1), *times))
@@ -139,7 +142,7 @@ def main(folder: str, *names: str) -> None:
         facts = {
             "everyone": exchanges(fb.FedAvg(0.1, steps=2)),
             "cohort": exchanges(fb.FedAvg(0.1, steps=2, cohort=3)),
-            "push": exchanges(fb.SGP(fb.links.Ring(), 0.1, "before").among(5)),
+            "push": exchanges(fb.SGP(fb.links.Ring(), 0.1, "before").among(5), "lower"),
             "shares": shares(),
         }
         (pathlib.Path(folder) / "facts.json").write_text(json.dumps(facts))
