@@ -2,8 +2,9 @@
 
 The `TwoLayerCNN` on images of 28 × 28 pixels, links that come and go, hypergradient push with reduced
 variance, batches of 32, T = 60 lower steps and M = 20 rounds: minutes. One node after another on our side too
-(`chunk=1`), which is what the simulator advises for convolutions on a CPU. Then our step with 10 and 100
-nodes: time for each node.
+(`chunk=1`), which is what the simulator advises for convolutions on a CPU. How near our step is to the speed
+of a matrix product, and how near one would be that is three times as fast as PyTorch's. Then our step with 10
+and 100 nodes: time for each node.
 
     python benchmarks/pdbo_torch.py [nodes] [lower_steps] [terms]
 """
@@ -18,6 +19,7 @@ import jax.random as jr
 import torch
 import torch.nn.functional as F
 from pdbo import INPUTS, begun, method, nodes, outer_step
+from roofline import SQUARE, flops, products
 from timing import best_seconds, figure
 
 import fedbilevel as fb
@@ -25,6 +27,9 @@ import fedbilevel as fb
 CLASSES, SAMPLES = 62, 32
 LOWER_LR, UPPER_LR, PENALTY, KEEP, RENEW = 0.05, 0.1, 0.001, 0.9, 0.1
 FEW, MANY = 10, 100
+LAYERS = 2 * 24**2 * 25 * 32, 2 * 8**2 * 800 * 64, 2 * 1024 * 2048, 2 * 2048 * CLASSES
+"""FLOPs of each layer for one sample."""
+TIMES_AS_FAST = 3
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -134,6 +139,19 @@ def moved(a: Tensors, lr: float, direction: Tensors) -> Tensors:
     return tuple(p - lr * d for p, d in zip(a, direction, strict=True))
 
 
+def needed(count: int, lower_steps: int, terms: int) -> float:
+    """FLOPs of the matrix products that an outer step cannot do without, all nodes together.
+
+    A gradient needs every layer forth, back to its weights, and, but for the first, back to its inputs. Two
+    products with the Hessian share the network forth and back to the inputs; each of them then needs two
+    products of the same size forth, two back to the weights and two back to the inputs. In the first layer,
+    whose inputs do not change, it needs one forth and one back.
+    """
+    first, rest = LAYERS[0], sum(LAYERS[1:])
+    gradient, two_products = 2 * first + 3 * rest, 5 * first + 14 * rest
+    return count * SAMPLES * ((lower_steps + 1) * gradient + terms * two_products)
+
+
 def our_step(count: int, lower_steps: int, terms: int) -> Any:
     """Our outer step and what it is called with."""
     problem = fb.ClassWeights(fb.TwoLayerCNN(CLASSES), inputs=INPUTS, classes=CLASSES, penalty=PENALTY)
@@ -162,16 +180,39 @@ def their_seconds(count: int, lower_steps: int, terms: int, threads: int) -> flo
 
 def main(count: int = 10, lower_steps: int = 60, terms: int = 20) -> None:
     """Print the ratios."""
-    ours = our_seconds(count, lower_steps, terms)
-    for threads in (1, 2):
-        theirs = their_seconds(count, lower_steps, terms, threads)
-        about: dict[str, Any] = {"seconds": {"ours": round(ours, 2), "PyTorch": round(theirs, 2)}}
-        what = f"PDBO step of {count} nodes, times as fast as a PyTorch loop over nodes ({threads} threads)"
-        figure(what, theirs / ours, at_least=3, **about)
+    sizes = count, lower_steps, terms
+    ours = our_seconds(*sizes)
+    theirs = [compared(ours, their_seconds(*sizes, threads), count, threads) for threads in (1, 2)]
+    roofline(ours, min(theirs), needed(*sizes), count)
+    growth()
+
+
+def compared(ours: float, theirs: float, count: int, threads: int) -> float:
+    """Print how many times as fast we are; their seconds."""
+    what = f"PDBO step of {count} nodes, times as fast as a PyTorch loop over nodes ({threads} threads)"
+    seconds = {"ours": round(ours, 2), "PyTorch": round(theirs, 2)}
+    figure(what, theirs / ours, at_least=TIMES_AS_FAST, seconds=seconds)
+    return theirs
+
+
+def roofline(ours: float, theirs: float, work: float, count: int) -> None:
+    """Print our share of the speed of a matrix product, and what three times PyTorch's best would be."""
+    square = flops(SQUARE) / best_seconds({"": products(SQUARE)}, repeats=15)[""]
+    about: dict[str, Any] = {
+        "needed_gigaflops": round(work / 1e9),
+        "gigaflops_a_second": {"step": round(work / ours / 1e9), "square": round(square / 1e9)},
+        "share_of_a_step_three_times_as_fast_as_PyTorch": round(TIMES_AS_FAST * work / theirs / square, 2),
+    }
+    what = f"PDBO step of {count} nodes, FLOP/s over a matrix product's of 2048 × 2048"
+    figure(what, work / ours / square, **about)
+
+
+def growth() -> None:
+    """Print how the time for a node grows with the number of nodes."""
     short = {side: our_seconds(side, 3, 1) for side in (FEW, MANY)}
-    about = {"seconds": {f"{side} nodes": round(seconds, 2) for side, seconds in short.items()}}
+    seconds = {f"{side} nodes": round(seconds, 2) for side, seconds in short.items()}
     what = f"PDBO step (T = 3, M = 1), time for a node of {MANY} over that of {FEW}"
-    figure(what, short[MANY] / MANY / (short[FEW] / FEW), **about)
+    figure(what, short[MANY] / MANY / (short[FEW] / FEW), seconds=seconds)
 
 
 if __name__ == "__main__":

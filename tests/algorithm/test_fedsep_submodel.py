@@ -50,7 +50,7 @@ def row(stacked, id):
 @eqx.filter_jit
 def held(decoder, data):
     """Which hidden units each client holds in its first round, `(clients, units)`."""
-    x, memory = problem().y0, decoder.memory(problem())
+    x, memory = problem().y0, decoder.first_memory(problem())
 
     def own(id):
         me = Client(problem(), data, id, id, jr.key(0))
@@ -161,7 +161,7 @@ def test_what_a_client_does_not_hold_takes_no_part_in_its_learning():
 
     @jax.jit
     def round():
-        memory = decoder.memory(known)
+        memory = decoder.first_memory(known)
         out = DecodeLearnEncode(decoder, Learn(fb.SGD(0.5), steps))(me, x, (), memory)
         return out[0][0], decoder.decoded(me.rekeyed(0), x, memory, ()).held["bias"]
 

@@ -11,8 +11,10 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.data.clients import DataError
+from fedbilevel.engine.configuration import configuration
 from fedbilevel.engine.own_data import assembled, own_levels, report, surveyed
 from fedbilevel.engine.wire import decode, encode
+from fedbilevel.engine.worker import Worker
 
 SIZES = (3, 5)
 
@@ -77,3 +79,16 @@ def test_mistakes_are_explained(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=message):
         own_levels(source)
+
+
+@pytest.mark.parametrize(("classes", "error"), [(3, None), (2, "the lower labels are 0..2; with 2 classes")])
+def test_a_site_looks_at_its_labels_itself(tmp_path: pathlib.Path, classes: int, error: str | None) -> None:
+    """The driver, who sees zeros, cannot."""
+    np.savez(tmp_path / "lower.npz", **samples(3))
+    worker = Worker(data=str(tmp_path))
+    problem = fb.Classification(fb.Linear(classes), inputs=(2,), classes=classes)
+    clients = surveyed(told({"lower": samples(3)}), None, "uniform")
+    problem.check(clients)
+    message = configuration(problem, clients, fb.FedAvg(0.1, level="lower"), ())
+    answer, _ = decode(worker.answer(message(0)))
+    assert (error in answer["error"]) if error else "programs" in answer

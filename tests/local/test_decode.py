@@ -112,7 +112,7 @@ def test_a_warm_decoder_remembers_and_a_cold_one_does_not():
         y, memory, _ = decoder.decoded(me, x, far if start == "warm" else (), ())
         ends[start] = float(jnp.linalg.norm(y))
         assert (memory is y) == (start == "warm")
-        assert (decoder.memory(me.problem) is None) == (start == "cold")
+        assert (decoder.first_memory(me.problem) is None) == (start == "cold")
     assert ends["cold"] < 10 < ends["warm"]
 
 
@@ -143,7 +143,7 @@ SKETCHED = {
     "lasso, accelerated": LASSO(method="fista"),
     "lasso, srht": LASSO(sketch="srht"),
     "lasso, sparse": LASSO(sketch="sparse"),
-    "lasso, made anew": LASSO(memory_limit=0),
+    "lasso, made anew": LASSO(memory=0),
     "lasso, own": LASSO(own_sketches=True),
     "linear, offset": LINEAR(),
     "linear, cold": LINEAR(start="cold"),
@@ -288,7 +288,7 @@ WRONG = {
         "there are 1: give numbers counted from 0",
     ),
     "a warm one among several": (
-        lambda: EachDecoder((LINEAR(start="warm"),), (0,)).memory(sketch_client().problem),
+        lambda: EachDecoder((LINEAR(start="warm"),), (0,)).first_memory(sketch_client().problem),
         "LinearSketch keeps something between rounds",
     ),
 }

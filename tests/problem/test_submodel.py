@@ -102,7 +102,7 @@ def test_the_small_network_starts_near_the_whole_model():
 
 def test_a_client_holds_its_share_and_learns_it_on_its_own_data():
     decoder = Submodel((0.5, 0.25, 1.0), mask_steps=40, refresh=2, mask_lr=0.05)
-    memory, x = decoder.memory(problem()), decoder.first(problem(), ())
+    memory, x = decoder.first_memory(problem()), decoder.first(problem(), ())
 
     @jax.jit
     def rounds(x, memory):
@@ -139,7 +139,7 @@ def test_masks_come_to_the_budget_although_the_loss_wants_every_unit(kernels):
     @jax.jit
     def share(penalty):
         decoder, x = Submodel(0.25, penalty=penalty), trained(me)
-        start = decoder.memory(problem())["phi"]
+        start = decoder.first_memory(problem())["phi"]
         phi = jax.lax.fori_loop(0, 30, lambda _, phi: decoder._learnt(me, x, phi, 10), start)
         return [kernels.cost(net(phi))["flops"] / kernels.cost(1.0)["flops"] for phi in (start, phi)]
 

@@ -164,7 +164,7 @@ class FedSep(Algorithm[Separated]):
             check_lengths(settings, fed.n)
         shared = self.on(fed.problem).shared
         x = self.decoder.first(fed.problem, shared)
-        memory = self.decoder.memory(fed.problem)
+        memory = self.decoder.first_memory(fed.problem)
         kept = None if memory is None else fed.keep(copies(memory, fed.n))
         if self.decoder.alike:
             return Separated(x, self._decoded(fed, x, shared), kept)

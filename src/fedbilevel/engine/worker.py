@@ -120,7 +120,9 @@ class Worker:
         self.store.clear()
         self.mailbox.reset()
         self.problem = problem() if isinstance(problem, types.FunctionType) else problem
-        clients = assembled(self._levels(), clients) if isinstance(clients, OwnData) else clients
+        if isinstance(clients, OwnData):
+            clients = assembled(self._levels(), clients)
+            self.problem.check_labels(clients)  # nobody else has seen them
         self.problem, self.clients = (jax.tree.map(_on_device, t) for t in (self.problem, rounded(clients)))
         self.id = id
         self.runs: dict[Any, LocalRun] = {}

@@ -96,7 +96,7 @@ class Decoder(eqx.Module):
         """Whether clients keep what they decoded last for onlookers alone; a warm one needs it anyway."""
         return not self.warm
 
-    def memory(self, problem: Problem) -> PyTree:
+    def first_memory(self, problem: Problem) -> PyTree:
         """What a client keeps between rounds, before the first one; None if nothing."""
         return problem.y0 if self.warm else None
 
@@ -203,8 +203,8 @@ class EachDecoder(Decoder):
     def shared(self, problem: Problem) -> PyTree:
         return tuple(own.shared(problem) for own in self.decoders)
 
-    def memory(self, problem: Problem) -> PyTree:
-        keeping = [type(own).__name__ for own in self.decoders if own.memory(problem) is not None]
+    def first_memory(self, problem: Problem) -> PyTree:
+        keeping = [type(own).__name__ for own in self.decoders if own.first_memory(problem) is not None]
         if keeping:
             raise ValueError(
                 f"{', '.join(keeping)} keeps something between rounds, which decoders that differ between "

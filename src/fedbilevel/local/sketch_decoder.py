@@ -161,7 +161,7 @@ class SketchLasso(Sketched):
         seed: of S; everybody makes the same.
         own_sketches: every client has a sketch of its own, from the seed and its number (needs "offset");
             made anew in every round.
-        memory_limit: bytes that a Gaussian S may take (for each client, if they have their own); a larger one
+        memory: bytes that a Gaussian S may take (for each client, if they have their own); a larger one
             is made anew, block by block, in every product.
         cg_iterations: of the encoder, at most.
         when_flat: what to encode where nothing is active. The decoder is constant there, as it is with
@@ -180,7 +180,7 @@ class SketchLasso(Sketched):
     start: str = eqx.field(static=True, default="offset")
     seed: int = eqx.field(static=True, default=0)
     own_sketches: bool = eqx.field(static=True, default=False)
-    memory_limit: int = eqx.field(static=True, default=2**30)
+    memory: int = eqx.field(static=True, default=2**30)
     cg_iterations: int = eqx.field(static=True, default=50)
     when_flat: str = eqx.field(static=True, default="linear")
 
@@ -194,7 +194,7 @@ class SketchLasso(Sketched):
         check_not_negative(self, "penalty")
 
     def kind(self) -> Sketch:
-        return sketch_of(self.sketch, self.size, self.seed, self.memory_limit)
+        return sketch_of(self.sketch, self.size, self.seed, self.memory)
 
     def needs_bound(self) -> bool:
         return True
@@ -257,14 +257,14 @@ class LinearSketch(Sketched):
     start: str = eqx.field(static=True, default="offset")
     seed: int = eqx.field(static=True, default=0)
     own_sketches: bool = eqx.field(static=True, default=False)
-    memory_limit: int = eqx.field(static=True, default=2**30)
+    memory: int = eqx.field(static=True, default=2**30)
     cg_iterations: int = eqx.field(static=True, default=50)
 
     def __check_init__(self) -> None:
         check_count("cg_iterations", self.cg_iterations)
 
     def kind(self) -> Sketch:
-        return sketch_of(self.sketch, self.size, self.seed, self.memory_limit)
+        return sketch_of(self.sketch, self.size, self.seed, self.memory)
 
     def needs_bound(self) -> bool:
         return False

@@ -115,7 +115,7 @@ class Submodel(Decoder):
     def shown(self) -> bool:
         return False  # a whole model for each client, most of it zero
 
-    def memory(self, problem: Problem) -> PyTree:
+    def first_memory(self, problem: Problem) -> PyTree:
         if self.full:
             return None
         kernels = kernels_in(problem) if self.kernels is None else self.kernels

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
-from fedbilevel.problem.base import ProblemError
+from fedbilevel.problem.base import ProblemError, check_labels
 from fedbilevel.tree import PyTree, dot
 
 Classifier: TypeAlias = Callable[[PyTree, PyTree, jax.Array], jax.Array]
@@ -123,13 +123,6 @@ def on_test(
         "test_accuracy": OnTable(Accuracy(classifier), samples),
         "test_loss": OnTable(CrossEntropy(classifier), samples),
     }
-
-
-def check_labels(labels: Any, classes: int, level: str) -> None:
-    """Raise an error that explains unless labels are class numbers: any other has no logit, and loss zero."""
-    low, high = int(labels.min()), int(labels.max())
-    if low < 0 or high >= classes:
-        raise ProblemError(f"the {level} labels are {low}..{high}; with {classes} classes: 0..{classes - 1}")
 
 
 def check_classes(output_shape: tuple[int, ...], classes: int, what: str) -> None:

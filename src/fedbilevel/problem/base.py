@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from fedbilevel.data.batches import Batch, Samples, weighted
 from fedbilevel.data.clients import Clients
+from fedbilevel.number import whole
 from fedbilevel.problem.constraint import Anywhere
 from fedbilevel.tree import PyTree, sub
 
@@ -43,6 +44,8 @@ class Problem(eqx.Module):
             is faster too: 8 images of a batch fit into a processor's cache, 32 do not. With the simulator,
             `chunk=1` belongs to it. An objective that says that it is no mean over samples is not
             divided; one with statistics of the batch must not be. None: all of a batch.
+        classes: how many there are, where samples have a column `labels`: other labels, of which a
+            cross-entropy would take no notice, are then refused.
 
     Where clients differ in size, a batch is padded, and an objective is evaluated sample by sample and summed
     with weights. One that is not a mean over samples, such as a power of a mean, needs a method
@@ -70,6 +73,7 @@ class Problem(eqx.Module):
     structure: Structure = eqx.field(static=True)
     client_metrics: ClientMetrics
     block: int | None = eqx.field(static=True)
+    classes: int | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -82,6 +86,7 @@ class Problem(eqx.Module):
         structure: Structure = "bilevel",
         client_metrics: ClientMetrics | None = None,
         block: int | None = None,
+        classes: int | None = None,
     ) -> None:
         self.upper, self.lower = upper, lower
         self.x0, self.y0 = jax.tree.map(_float_array, (x0, y0))
@@ -91,11 +96,11 @@ class Problem(eqx.Module):
         self.constraint = Anywhere() if constraint is None else constraint
         self.structure = structure
         self.client_metrics = dict(client_metrics or {})
-        if block is not None and (type(block) is not int or block < 1):
+        self.block, self.classes = whole(block), whole(classes)
+        if block is not None and (type(self.block) is not int or block < 1):
             raise ProblemError(
                 f"block is {block!r}; it must be a number of samples, or None for all of a batch"
             )
-        self.block = block
 
     def block_of(self, level: str) -> int | None:
         """How many samples an oracle of f (`"upper"`) or g (`"lower"`) looks at at once; None: all."""
@@ -106,11 +111,19 @@ class Problem(eqx.Module):
         return dataclasses.replace(self, x0=x, y0=y)
 
     def check(self, clients: Clients) -> None:
-        """Raise an error that explains if f or g does not give a scalar on these data."""
+        """Raise an error that explains if f or g gives no scalar on these data, or a label is no class."""
+        self.check_labels(clients)
         self._check_objective("upper objective", self.upper, clients.upper)
         self._check_objective("lower objective", self.lower, clients.lower)
         for name, metric in self.client_metrics.items():
             self._check_objective(f"client metric {name!r}", metric, clients.test)
+
+    def check_labels(self, clients: Clients) -> None:
+        """Raise an error that explains if a label is none of the `classes`, where these are known."""
+        for level in ("lower", "upper", "test", "validation"):
+            columns = getattr(clients, level).flat
+            if self.classes is not None and isinstance(columns, Mapping) and "labels" in columns:
+                check_labels(columns["labels"], self.classes, level)
 
     def _check_objective(self, what: str, function: Objective, samples: Samples) -> None:
         batch = samples.batch(0, jax.random.key(0)).samples
@@ -131,6 +144,15 @@ class Problem(eqx.Module):
                 f"the {what} must return one real number, the mean over the samples; "
                 f"it returned {value}. Did you forget `jnp.mean`?"
             )
+
+
+def check_labels(labels: Any, classes: int, level: str) -> None:
+    """Raise an error that explains unless labels are class numbers: any other has no logit, and loss zero."""
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= classes:
+        raise ProblemError(
+            f"the {level} labels are {low}..{high}; with {classes} classes they must be 0..{classes - 1}"
+        )
 
 
 def minimax(f: Objective, x0: PyTree, y0: PyTree, **options: Any) -> Problem:

@@ -79,4 +79,4 @@ def Classification(
         "metrics": on_test(classifier, test, inputs, classes),
         "client_metrics": {"accuracy": Accuracy(classifier)},
     }
-    return Problem(loss, loss, (), y0, **measures | options)
+    return Problem(loss, loss, (), y0, classes=classes, **measures | options)

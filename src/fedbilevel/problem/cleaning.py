@@ -170,7 +170,7 @@ def DataCleaning(
     metrics |= {} if truth is None else _detection(truth, samples)
     upper, lower = CrossEntropy(classifier), CleaningLoss(classifier, penalty, oracle)
     measures: dict[str, Any] = {"metrics": metrics, "client_metrics": {"accuracy": Accuracy(classifier)}}
-    return Problem(upper, lower, jnp.zeros(samples), y0, **measures | options)
+    return Problem(upper, lower, jnp.zeros(samples), y0, classes=classes, **measures | options)
 
 
 def _detection(truth: Mapping[str, Any], samples: int) -> dict[str, OnTable]:

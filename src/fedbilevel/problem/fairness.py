@@ -148,7 +148,7 @@ def FairClients(
     upper = PowerOfMean(classifier, q)
     lower = FairTraining(ClientWeightedLoss(classifier, clients), penalty)
     measures = _measures(classifier, inputs, classes, test)
-    return Problem(upper, lower, jnp.zeros(clients), y0, **measures | options)
+    return Problem(upper, lower, jnp.zeros(clients), y0, classes=classes, **measures | options)
 
 
 def AgnosticClients(
@@ -194,7 +194,7 @@ def AgnosticClients(
     classifier = OfUpperModel(model)
     training = AgnosticTraining(ClientWeightedLoss(classifier, clients), penalty, concavity)
     measures = _measures(classifier, inputs, classes, test)
-    return minimax(training, x0, jnp.zeros(clients), **measures | options)
+    return minimax(training, x0, jnp.zeros(clients), classes=classes, **measures | options)
 
 
 # Of the settings of a `Problem`, the structure is not one of this problem: it is a minimax problem always.

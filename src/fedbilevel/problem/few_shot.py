@@ -158,6 +158,7 @@ def FewShot(
         y0,
         {"adapted_accuracy": AdaptedAccuracy(backbone, head, y0, test, penalty, adapt_lr, adapt_steps)},
         client_metrics={"query_accuracy": Accuracy(classifier)},
+        classes=ways,
     )
     return problem, Clients(train.support, train.queries, batch_size=batch_size)
 

@@ -25,11 +25,10 @@ from fedbilevel.problem.accuracy import (
     Classifier,
     OnTable,
     check_classes,
-    check_labels,
     cross_entropy,
     table,
 )
-from fedbilevel.problem.base import Problem, ProblemError
+from fedbilevel.problem.base import Problem, ProblemError, check_labels
 from fedbilevel.problem.model import Model
 from fedbilevel.tree import PyTree, dot
 
@@ -171,7 +170,7 @@ def LossTuning(
     upper, lower = BalancedCrossEntropy(classifier, weights), VectorScalingLoss(classifier, penalty)
     x0 = {name: jnp.zeros(classes) for name in tune}
     measures: dict[str, Any] = {"metrics": metrics, "client_metrics": {"accuracy": Accuracy(classifier)}}
-    return Problem(upper, lower, x0, y0, **measures | options)
+    return Problem(upper, lower, x0, y0, classes=classes, **measures | options)
 
 
 def _metrics(classifier: OfModel, classes: int, test: PyTree) -> dict[str, OnTable]:

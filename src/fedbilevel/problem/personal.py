@@ -282,4 +282,4 @@ def _problem(
         ranks = tuple(jnp.ndim(jax.tree.leaves(variable)[0]) for variable in start)
         whole = OnTableOfAll(own["accuracy"], table(test, inputs, classes), (ranks[0], ranks[1]))
         measures["metrics"] = {"test_accuracy": whole}
-    return Problem(upper, lower, *start, **measures | options)
+    return Problem(upper, lower, *start, classes=classes, **measures | options)

@@ -92,4 +92,4 @@ def HyperRepresentation(
         "metrics": on_test(classifier, test, inputs, classes),
         "client_metrics": {"accuracy": Accuracy(classifier)},
     }
-    return Problem(upper, lower, x0, y0, **measures | options)
+    return Problem(upper, lower, x0, y0, classes=classes, **measures | options)
