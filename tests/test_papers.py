@@ -22,10 +22,11 @@ def test_there_are_files() -> None:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
 def test_a_file_says_what_it_is_and_can_be_understood(file: pathlib.Path) -> None:
     assert file.read_text().startswith("# "), "its first line is what `fedbilevel list papers` shows"
-    for preset in (None, "small"):
+    presets = read(file)["presets"]
+    assert "small" in presets
+    for preset in (None, *presets):
         found = plans(file, preset=preset)
-        assert len({plan.seed for plan in found}) == 3, "three seeds"
-    assert "small" in read(file)["presets"]
+        assert len({plan.seed for plan in found}) == 3, f"three seeds ({preset})"
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")

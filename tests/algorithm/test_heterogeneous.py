@@ -22,7 +22,8 @@ from fedbilevel.algorithm.baseline.heterogeneous import (
 )
 from fedbilevel.algorithm.baseline.mask_rule import Parts, Random, Rolling, Share
 from fedbilevel.problem.oracle import Client
-from fedbilevel.problem.submodel import best, kernels_in
+from fedbilevel.problem.submodel import kernels_in
+from fedbilevel.selection import best
 from fedbilevel.tree import size
 from problem.narrow import HIDDEN, clients, problem, slope
 

@@ -13,7 +13,7 @@ from fedbilevel.local.submodel import Submodel
 from fedbilevel.problem.base import ProblemError
 from fedbilevel.problem.cnn4 import FourLayerCNN
 from fedbilevel.problem.oracle import Client
-from fedbilevel.problem.submodel import LEVELS, Kernels, best, held, kernels_in, widths
+from fedbilevel.problem.submodel import LEVELS, Kernels, held, kernels_in, widths
 from fedbilevel.tree import dot, norm, normal_like, row, scale, step, sub
 from problem.narrow import HIDDEN, INPUTS, TwoLayers, clients, problem
 from problem.second_order import stacked
@@ -59,11 +59,9 @@ def test_soft_kernels_cost_as_much_as_they_are_held(kernels):
     )
 
 
-def test_numbers_of_kernels_are_rounded_up_and_the_first_of_equals_wins():
+def test_numbers_of_kernels_are_rounded_up():
     assert [held(8, ratio) for ratio in LEVELS] == [8, 4, 2, 1, 1]
     assert held(100, 0.07) == 7
-    assert best(jnp.array([1.0, 3.0, 3.0, 2.0]), jnp.asarray(2)).tolist() == [False, True, True, False]
-    assert best(jnp.zeros(4), 1).tolist() == [True, False, False, False]
 
 
 def test_ratios_of_clients():

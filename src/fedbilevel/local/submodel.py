@@ -25,12 +25,12 @@ from fedbilevel.problem.submodel import (
     Keep,
     Kernels,
     Ratios,
-    best,
     kernels_in,
     own_ratio,
     ratios_setting,
     widths,
 )
+from fedbilevel.selection import best
 from fedbilevel.tree import PyTree, add, scale, times
 
 

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
-from jaxtyping import Array, Bool, Float
 
 from fedbilevel.problem.base import ProblemError
 from fedbilevel.problem.model import Model, Shape
@@ -218,14 +217,6 @@ def ratios_setting(value: Any) -> Any:
     for ratio in own if isinstance(own, tuple) else () if isinstance(own, str) else (own,):
         held(1, ratio)
     return own
-
-
-def best(scores: Float[Array, " kernels"], count: Any) -> Bool[Array, " kernels"]:
-    """Which are the `count` largest scores, the first of equals; `count` may be known at run time only."""
-    # By the least score that is held: ranks would take two sorts that carry places along.
-    least = jnp.sort(scores)[scores.size - count]
-    above, equal = scores > least, scores == least
-    return above | (equal & (jnp.cumsum(equal) <= count - jnp.sum(above)))
 
 
 def kernels_in(problem: Any, input_shape: Shape | None = None) -> Kernels:

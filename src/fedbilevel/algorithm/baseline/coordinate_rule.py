@@ -24,7 +24,8 @@ from fedbilevel.fed.program import Program
 from fedbilevel.local.learn import Learn
 from fedbilevel.number import check_shares
 from fedbilevel.problem.oracle import Client
-from fedbilevel.problem.submodel import Kernels, best
+from fedbilevel.problem.submodel import Kernels
+from fedbilevel.selection import best
 from fedbilevel.tree import PyTree, dot, normal_like, times, where, zeros_like
 
 
@@ -223,17 +224,16 @@ def _weights_held(kernels: Kernels, ratio: float) -> int:
 
 def _dense_where(y: PyTree, shares: Any, kernels: Kernels, ratio: float) -> PyTree:
     """The mask of a width ratio: the largest weights of every leaf, divided among the leaves by shares."""
-    leaves, structure = jax.tree.flatten(y)
-    total = _weights_held(kernels, ratio)
+    leaves, total = jax.tree.leaves(y), _weights_held(kernels, ratio)
     ranks = [
         # A weight's rank over how many the leaf may have: below one for those that are to be held. Of all
         # weights the lowest are taken, so that their number is right whatever the rounding.
-        jnp.argsort(jnp.argsort(-jnp.abs(leaf).ravel())) / jnp.maximum(shares[place] * total, 0.5)
+        jnp.arange(leaf.size) / jnp.maximum(shares[place] * total, 0.5)
         for place, leaf in enumerate(leaves)
         if leaf.ndim > 1
     ]
-    chosen = best(-jnp.concatenate(ranks), total)
-    return jax.tree.unflatten(structure, _cut(chosen, leaves))
+    taken = _cut(best(-jnp.concatenate(ranks), total), leaves)
+    return largest(magnitude(y), [jnp.sum(leaf, dtype=int) for leaf in taken])
 
 
 def _cut(chosen: jax.Array, leaves: Sequence[Any]) -> list[jax.Array]:

@@ -15,7 +15,8 @@ from fedbilevel.fed.place import Kept
 from fedbilevel.fed.program import Program
 from fedbilevel.local.learn import Learn
 from fedbilevel.problem.oracle import Client
-from fedbilevel.problem.submodel import Kernels, best
+from fedbilevel.problem.submodel import Kernels
+from fedbilevel.selection import best
 from fedbilevel.tree import PyTree, times
 
 

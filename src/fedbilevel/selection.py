@@ -1,0 +1,48 @@
+"""The largest of many numbers, without a sort: on a CPU XLA sorts two million in almost a second."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Real
+
+
+def best(scores: Real[Array, " n"], count: Any) -> Bool[Array, " n"]:
+    """Which are the `count` largest scores, the first of equals; `count` may be known at run time only.
+
+    Cost: a pass over the scores for each of their 32 or 64 bits, a tenth of a sort's time.
+
+    Example:
+        >>> best(jnp.array([1.0, 3.0, 3.0, 2.0]), 1).tolist()
+        [False, True, False, False]
+    """
+    words = _words(scores)
+    least = _largest_of_rank(words, count)
+    above, equal = words > least, words == least
+    room = count - jnp.sum(above)
+    # Of equals there are seldom more than there is room for, and counting them costs as much as all the rest.
+    crowded = jnp.sum(equal) > room
+    return above | jax.lax.cond(crowded, lambda: equal & (jnp.cumsum(equal) <= room), lambda: equal)
+
+
+def _largest_of_rank(words: jax.Array, rank: Any) -> jax.Array:
+    """The `rank`-th largest word, bit by bit from the first: a bit is set if so many words reach that far."""
+    bits, word = words.dtype.itemsize * 8, words.dtype.type
+
+    def settle(index: jax.Array, known: jax.Array) -> jax.Array:
+        higher = known | (word(1) << (bits - 1 - index).astype(words.dtype))
+        return jnp.where(jnp.sum(words >= higher) >= rank, higher, known)
+
+    return jax.lax.fori_loop(0, bits, settle, jnp.zeros((), words.dtype))
+
+
+def _words(scores: jax.Array) -> jax.Array:
+    """Unsigned integers in the order of the scores, by their bits: those of negative floats count down."""
+    kind = jnp.dtype(f"uint{scores.dtype.itemsize * 8}")
+    sign = kind.type(1) << kind.type(scores.dtype.itemsize * 8 - 1)
+    if not jnp.issubdtype(scores.dtype, jnp.floating):
+        return jax.lax.bitcast_convert_type(scores, kind) ^ sign
+    words = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0, scores), kind)  # −0 equals 0
+    return jnp.where(words >= sign, ~words, words | sign)
