@@ -28,6 +28,7 @@ NAMES = (
     "convolution_torch",
     "convolution",
     "depthwise",
+    "selection",
     "pdbo_torch",
     "pdbo",
     "scale",

@@ -1,4 +1,4 @@
-"""The largest of many numbers, without a sort: on a CPU XLA sorts two million in almost a second."""
+"""The largest of many numbers, without a sort, which is slow on a CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Real
 def best(scores: Real[Array, " n"], count: Any) -> Bool[Array, " n"]:
     """Which are the `count` largest scores, the first of equals; `count` may be known at run time only.
 
-    Cost: a pass over the scores for each of their 32 or 64 bits, a tenth of a sort's time.
+    Cost: a pass over the scores for each of their 32 or 64 bits (`benchmarks/selection.py` measures it).
 
     Example:
         >>> best(jnp.array([1.0, 3.0, 3.0, 2.0]), 1).tolist()
