@@ -13,6 +13,7 @@ import jax
 from fedbilevel.algorithm.base import CannotRunError
 from fedbilevel.engine.mesh.join import leads
 from fedbilevel.experiment.build import Built, build
+from fedbilevel.experiment.claim import claimed
 from fedbilevel.experiment.config import Plan
 from fedbilevel.experiment.directory import NOT_APPLICABLE
 from fedbilevel.experiment.logger import Logger, check_loggers, open_loggers
@@ -86,7 +87,7 @@ def _run_group(
     ]  # a mistake shows before any change
     with contextlib.ExitStack() as stack:
         runs = [stack.enter_context(_opened(run)) for run in prepared]
-        config, todo = group[0][0].config, [run for run in runs if not (run.is_done or run.reason)]
+        config, todo = group[0][0].config, [run for run in runs if run.is_due]
         for steps in sorted({run.steps_left for run in todo}):
             now = [run for run in todo if run.steps_left == steps]
             jobs, engine = [run.job() for run in now], now[0].built.engine
@@ -113,19 +114,20 @@ def naming(*plans: Plan) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _opened(run: _FolderRun) -> Iterator[_FolderRun]:
-    """A run in its folder; how it ends is noted there, however it ends."""
-    if run.reason:
-        run.decline()
-    elif not run.is_done:
-        run.open()
-    try:
+    """A run in its folder, which is nobody else's meanwhile; how it ends is noted there, however it ends."""
+    if run.is_done:
         yield run
-    except BaseException as error:
-        if not (run.is_done or run.reason):
-            run.directory.note(status="interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
-        raise
-    finally:
-        run.close()
+        return
+    with claimed(run.directory.path):
+        run.decline() if run.reason else run.open()
+        try:
+            yield run
+        except BaseException as error:
+            if run.is_due:
+                run.directory.note(status="interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+            raise
+        finally:
+            run.close()
 
 
 class _FolderRun:
@@ -166,6 +168,11 @@ class _FolderRun:
             self.directory.note(clients=self.built.clients.n)
             names = self.plan.config.get("loggers", ()) if leads() else ()
             self.loggers = open_loggers(names, self.directory.path, self.plan.folder)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is anything to run."""
+        return not (self.is_done or self.reason)
 
     @property
     def steps_left(self) -> int:
