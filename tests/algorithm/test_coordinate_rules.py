@@ -95,6 +95,11 @@ def test_a_round_of_zerofl(gradient):
     assert max(gaps) > 0.01, "what the loss sees does not matter here"
 
 
+def mask_kept(seen, client):
+    """What a client has kept of its mask, one bit for each weight, as a mask."""
+    return unpacked(seen.state.memory.value[client], problem().y0)
+
+
 def exchanged(y, old, slopes, client, time, until):
     """The smallest held weights make room for those of the largest slope."""
     falling, new = (1 + math.cos(math.pi * time / until)) / 2, {}
@@ -108,9 +113,9 @@ def exchanged(y, old, slopes, client, time, until):
 def test_a_round_of_feddst_in_which_masks_change(gradient):
     method = fb.FedDST(fb.SGD(LR), REGROWN, until=5, every=1, ratios=RATIOS, learn_steps=STEPS)
     _, before, after = seen_by_round(method, 2)
-    y, masks, trained, grown = arrays(before.y), arrays(before.state.memory.value), [], 0
+    y, trained, grown = arrays(before.y), [], 0
     for client in range(CLIENTS):
-        old = {name: masks[name][client] for name in NAMES}
+        old, kept = (arrays(mask_kept(seen, client)) for seen in (before, after))
         assert {name: int(old[name].sum()) for name in NAMES} == counts(client)
         new = exchanged(y, old, gradient(product(old, y), client), client, 1, 5)
         theta = product(new, product(old, y))  # what has grown starts at zero: its values did not come down
@@ -120,7 +125,7 @@ def test_a_round_of_feddst_in_which_masks_change(gradient):
         trained.append((theta, new))
         grown += sum(int(np.sum(new[name] > old[name])) for name in NAMES)
         for name in NAMES:
-            np.testing.assert_array_equal(after.state.memory.value[name][client], new[name])
+            np.testing.assert_array_equal(kept[name], new[name])
     assert grown > 2
     assert_close(after.y, averaged(y, trained))
 
@@ -166,7 +171,7 @@ def test_a_round_of_flash(gradient):
     trained = []
     for client, ratio in enumerate(RATIOS):
         mask = dense_where(y, shares[ratio], ratio)
-        kept = unpacked(before.state.memory.value[client], problem().y0)
+        kept = mask_kept(before, client)
         theta = product(mask, y)
         for _ in range(STEPS):
             direction = gradient(theta, client)

@@ -125,8 +125,7 @@ def test_all_methods_cost_the_same_at_the_same_ratios(method):
     )
     assert change(result.y, problem().y0) > 0.01
     if method in ("FedDST", "Flash"):
-        masks = result.state.memory.value
-        masks = jax.vmap(lambda bits: unpacked(bits, result.y))(masks) if method == "Flash" else masks
+        masks = jax.vmap(lambda bits: unpacked(bits, result.y))(result.state.memory.value)
         numbers = [
             size([leaf[i][leaf[i] != 0] for leaf in map(np.asarray, jax.tree.leaves(masks))])
             for i in range(3)

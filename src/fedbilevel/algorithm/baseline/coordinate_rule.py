@@ -26,7 +26,7 @@ from fedbilevel.number import check_shares
 from fedbilevel.problem.oracle import Client
 from fedbilevel.problem.submodel import Kernels
 from fedbilevel.selection import best
-from fedbilevel.tree import PyTree, dot, normal_like, times, where, zeros_like
+from fedbilevel.tree import PyTree, normal_like, times, where, zeros_like
 
 
 def budget(kernels: Kernels, ratio: float) -> tuple[int, ...]:
@@ -96,7 +96,7 @@ class PruneAndGrow(CoordinateRule):
     """FedDST: a client's own mask, of which the smallest weights make room for those with the largest slope.
 
     Weights that are new in the mask start at zero (as in RigL). The first mask is drawn from the client's
-    key, which the server knows.
+    key, which the server knows. A client keeps its mask as one bit for each weight.
 
     Attributes:
         regrown: the share of the held weights that is exchanged at first; it falls as half a cosine.
@@ -113,24 +113,23 @@ class PruneAndGrow(CoordinateRule):
 
     def first(self, fed: Federation, parts: Parts, work: Train, key: jax.Array) -> tuple[PyTree, Kept | None]:
         # All zeros: the client has none yet, and draws one.
-        return fed.problem.y0, fed.keep(copies(zeros_like(fed.problem.y0), fed.n))
+        return fed.problem.y0, fed.keep(copies(packed(zeros_like(fed.problem.y0)), fed.n))
 
     def mask(self, me: Client, x: PyTree, y: PyTree, share: Share) -> PyTree:
         counts = budgets(share.parts, me.id)
         drawn = largest(magnitude(normal_like(me.key, y)), counts)
-        old = where(self._has_one(share), share.memory, drawn)
+        old = self._or_earlier(drawn, y, share)
         slope = magnitude(me.f_y(x, times(old, y), me.batch("upper", me.key)))
         new = self._exchanged(y, old, slope, counts, share.time)
-        return where(self._has_one(share) & (share.time % self.every == 0), new, old)
+        return where(jnp.any(share.memory) & (share.time % self.every == 0), new, old)
 
     def start(self, y: PyTree, mask: PyTree, share: Share) -> PyTree:
         # Of weights that grow, no values came down: the server sent those of the old mask. They start at 0.
-        known = where(self._has_one(share), share.memory, mask)
-        return times(times(mask, known), y)
+        return times(times(mask, self._or_earlier(mask, y, share)), y)
 
-    def _has_one(self, share: Share) -> jax.Array:
-        """Whether the client has a mask from an earlier round."""
-        return dot(share.memory, share.memory) > 0
+    def _or_earlier(self, mask: PyTree, y: PyTree, share: Share) -> PyTree:
+        """The client's mask from its last round, if it has one; else this mask."""
+        return where(jnp.any(share.memory), unpacked(share.memory, y), mask)
 
     def _exchanged(self, y: PyTree, old: PyTree, slope: PyTree, counts: Any, time: Any) -> PyTree:
         falling = (1 + jnp.cos(jnp.pi * jnp.minimum(time / self.until, 1.0))) / 2
@@ -141,7 +140,7 @@ class PruneAndGrow(CoordinateRule):
         return largest(grown, counts)
 
     def kept(self, mask: PyTree, share: Share) -> PyTree:
-        return mask
+        return packed(mask)
 
 
 class Sensitive(CoordinateRule):
