@@ -140,7 +140,7 @@ def moved(a: Tensors, lr: float, direction: Tensors) -> Tensors:
 
 
 def needed(count: int, lower_steps: int, terms: int) -> float:
-    """FLOPs of the matrix products that an outer step cannot do without, all nodes together.
+    """FLOPs of the dense matrix products of an outer step, all nodes together.
 
     A gradient needs every layer forth, back to its weights, and, but for the first, back to its inputs. Two
     products with the Hessian share the network forth and back to the inputs; each of them then needs two
@@ -201,7 +201,7 @@ def roofline(ours: float, theirs: float, work: float, count: int) -> None:
     about: dict[str, Any] = {
         "needed_gigaflops": round(work / 1e9),
         "gigaflops_a_second": {"step": round(work / ours / 1e9), "square": round(square / 1e9)},
-        "share_of_a_step_three_times_as_fast_as_PyTorch": round(TIMES_AS_FAST * work / theirs / square, 2),
+        "share_that_the_target_needs": round(TIMES_AS_FAST * work / theirs / square, 2),
     }
     what = f"PDBO step of {count} nodes, FLOP/s over a matrix product's of 2048 × 2048"
     figure(what, work / ours / square, **about)

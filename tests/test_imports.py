@@ -20,6 +20,7 @@ FORBIDDEN = {
     "schedule": PARTS | {"tree", "draw", "portable"},
     "theory": PARTS | {"tree", "draw", "portable"},
     "number": PARTS | {"tree", "draw", "portable", "schedule"},
+    "selection": PARTS | {"tree", "draw", "portable", "schedule"},
     "fed": PARTS - {"fed"},
     "data": {"problem", "local", "adjoint", "algorithm", "engine", "experiment"},
     "problem": {"local", "adjoint", "algorithm", "engine", "experiment"},

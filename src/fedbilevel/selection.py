@@ -12,13 +12,18 @@ from jaxtyping import Array, Bool, Real
 def best(scores: Real[Array, " n"], count: Any) -> Bool[Array, " n"]:
     """Which are the `count` largest scores, the first of equals; `count` may be known at run time only.
 
-    Cost: a pass over the scores for each of their 32 or 64 bits (`benchmarks/selection.py` measures it).
+    A NaN counts as −∞. Cost: a pass over the scores for each of their 32 or 64 bits
+    (`benchmarks/selection.py` measures it).
 
     Example:
         >>> best(jnp.array([1.0, 3.0, 3.0, 2.0]), 1).tolist()
         [False, True, False, False]
     """
-    words = _words(scores)
+    return _chosen(_words(jnp.asarray(scores)), count)
+
+
+@jax.jit
+def _chosen(words: jax.Array, count: Any) -> jax.Array:
     least = _largest_of_rank(words, count)
     above, equal = words > least, words == least
     room = count - jnp.sum(above)
@@ -40,9 +45,12 @@ def _largest_of_rank(words: jax.Array, rank: Any) -> jax.Array:
 
 def _words(scores: jax.Array) -> jax.Array:
     """Unsigned integers in the order of the scores, by their bits: those of negative floats count down."""
+    if jnp.issubdtype(scores.dtype, jnp.unsignedinteger):
+        return scores
     kind = jnp.dtype(f"uint{scores.dtype.itemsize * 8}")
     sign = kind.type(1) << kind.type(scores.dtype.itemsize * 8 - 1)
     if not jnp.issubdtype(scores.dtype, jnp.floating):
         return jax.lax.bitcast_convert_type(scores, kind) ^ sign
-    words = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0, scores), kind)  # −0 equals 0
+    plain = jnp.where(jnp.isnan(scores), -jnp.inf, jnp.where(scores == 0, 0, scores))  # −0 equals 0
+    words = jax.lax.bitcast_convert_type(plain, kind)
     return jnp.where(words >= sign, ~words, words | sign)

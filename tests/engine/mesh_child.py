@@ -29,7 +29,7 @@ from fedbilevel.engine.mesh.shard import split_kept
 from fedbilevel.experiment.build import build
 from fedbilevel.experiment.config import Plan
 from fedbilevel.experiment.runner import run_all
-from fedbilevel.problem.base import OfLower
+from fedbilevel.problem.objective import OfLower
 
 
 def session_of(algorithm: Any, samples: int, level: str = "upper") -> Any:
@@ -98,6 +98,20 @@ def load_own(folder: pathlib.Path) -> None:
         result.save(folder / "loaded.npz")
 
 
+def mislabelled(client: int) -> dict[str, Any]:
+    """The second client's labels are no classes."""
+    return {"lower": {"inputs": np.ones((3, 2), np.float32), "labels": np.arange(3) + client}}
+
+
+def load_mislabelled(folder: pathlib.Path) -> None:
+    """What each process says of labels that one of them has."""
+    problem = fb.Classification(fb.Linear(3), inputs=(2,), classes=3)
+    try:
+        fb.solve(problem, fb.Mesh.clients(2, mislabelled), fb.FedAvg(0.1, level="lower"), 1, engine="mesh")
+    except (ValueError, RuntimeError) as error:
+        (folder / f"error-{jax.process_index()}").write_text(f"{type(error).__name__}: {error}")
+
+
 def images(folder: pathlib.Path, engine: str) -> Plan:
     """Four clients that share all of a data set's images."""
     text = changed(IMAGES, ("[data.long_tail]\nmost = 20\nfactor = 0.5\n", ""))
@@ -137,6 +151,7 @@ def main(folder: str, *names: str) -> None:
             result.save(pathlib.Path(folder) / f"{text}.npz")
     if jax.process_count() > 1:
         load_own(pathlib.Path(folder))
+        load_mislabelled(pathlib.Path(folder))
         run_file(pathlib.Path(folder))
     else:
         facts = {

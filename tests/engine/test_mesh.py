@@ -92,6 +92,13 @@ def test_each_process_loads_its_own_clients(in_processes: pathlib.Path) -> None:
     assert there.ledger == here.ledger
 
 
+def test_what_is_wrong_with_one_process_s_samples_stops_all(in_processes: pathlib.Path) -> None:
+    """The other one would wait for ever."""
+    first, second = ((in_processes / f"error-{rank}").read_text() for rank in (0, 1))
+    assert first == "MeshError: this process stops because there was an error in process 1, which says why"
+    assert second.startswith("ProblemError: the lower labels are 1..3")
+
+
 def test_of_an_experiment_file_each_process_holds_its_own_clients_data(
     in_processes: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:

@@ -81,7 +81,9 @@ def test_mistakes_are_explained(
         own_levels(source)
 
 
-@pytest.mark.parametrize(("classes", "error"), [(3, None), (2, "the lower labels are 0..2; with 2 classes")])
+@pytest.mark.parametrize(
+    ("classes", "error"), [(3, None), (2, "labels that are no class numbers: 2 classes are 0..1")]
+)
 def test_a_site_looks_at_its_labels_itself(tmp_path: pathlib.Path, classes: int, error: str | None) -> None:
     """The driver, who sees zeros, cannot."""
     np.savez(tmp_path / "lower.npz", **samples(3))

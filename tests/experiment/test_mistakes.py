@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -267,37 +266,3 @@ def test_residual_of_a_system_without_right_hand_side_is_zero(method: Any) -> No
     problem = fb.Problem(upper, lower, jnp.zeros(4), jnp.zeros(4))
     result = fb.solve(problem, fb.Clients(DATA), method(0.1, 0.1, series="cg", terms=2, residual=True), 1)
     assert result.history[-1]["adjoint_residual"] == 0
-
-
-LABELLED = {
-    "Classification": fb.Classification,
-    "ServerModel": fb.ServerModel,
-    "HyperRepresentation": partial(fb.HyperRepresentation, fb.MLP((5,))),
-    "LossTuning": fb.LossTuning,
-    "DataCleaning": partial(fb.DataCleaning, samples=6),
-    "FairClients": partial(fb.FairClients, clients=2),
-    "AgnosticClients": partial(fb.AgnosticClients, clients=2),
-    "ClassWeights": fb.ClassWeights,
-    "Mixture": fb.Mixture,
-}
-
-
-@pytest.mark.parametrize("name", LABELLED)
-def test_labels_that_are_no_class_are_refused(name: str) -> None:
-    """With labels from 1 the last class has no logit: its samples would have loss zero, and no gradient."""
-    problem = LABELLED[name](fb.Linear(3), inputs=(4,), classes=3)
-    good, bad = ({"inputs": np.ones((3, 4), np.float32), "labels": np.arange(3) + first} for first in (0, 1))
-    problem.check_labels(fb.Clients([good, good]))
-    with pytest.raises(
-        ProblemError, match=r"the lower labels are 1\.\.3; with 3 classes they must be 0\.\.2"
-    ):
-        problem.check_labels(fb.Clients([bad, bad], [good, good]))
-    with pytest.raises(ProblemError, match="the test labels are"):
-        problem.check_labels(fb.Clients([good, good], test=[bad, good]))
-
-
-def test_a_run_looks_at_labels() -> None:
-    own = {"inputs": np.ones((3, 4), np.float32), "labels": np.arange(3) + 1}
-    problem = fb.Classification(fb.Linear(3), inputs=(4,), classes=3)
-    with pytest.raises(ProblemError, match="the lower labels are"):
-        fb.solve(problem, fb.Clients([own]), fb.FedAvg(0.1, level="lower"), 1)

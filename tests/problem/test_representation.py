@@ -140,7 +140,7 @@ REFUSED = {
     "test of another shape": (lambda: make(test=SAMPLES, inputs=(4, 1)), r"inputs of shape \(6, 2, 2\)"),
     "unknown label": (
         lambda: make(test=SAMPLES | {"labels": np.full(6, 3)}),
-        r"test labels are 3\.\.3; with 3 classes they must be 0\.\.2",
+        r"test labels are 3\.\.3; with 3 classes they must be whole numbers 0\.\.2",
     ),
 }
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbilevel.data.clients import DataError
+from fedbilevel.data.clients import Clients, DataError
 from fedbilevel.engine.agreement import Agreement
 from fedbilevel.engine.handle import spec_of_rows
 from fedbilevel.engine.local_run import LocalRun, rounded
@@ -26,6 +26,7 @@ from fedbilevel.engine.wire import WireError, decode, encode
 from fedbilevel.fed.ledger import Entry
 from fedbilevel.fed.program import Program
 from fedbilevel.portable import Array, Json, imported, loaded, unpack
+from fedbilevel.problem.base import ProblemError
 from fedbilevel.tree import PyTree, add, scale
 
 _MYSELF = ""
@@ -122,7 +123,7 @@ class Worker:
         self.problem = problem() if isinstance(problem, types.FunctionType) else problem
         if isinstance(clients, OwnData):
             clients = assembled(self._levels(), clients)
-            self.problem.check_labels(clients)  # nobody else has seen them
+            _check_labels(self.problem, clients)
         self.problem, self.clients = (jax.tree.map(_on_device, t) for t in (self.problem, rounded(clients)))
         self.id = id
         self.runs: dict[Any, LocalRun] = {}
@@ -265,6 +266,15 @@ def _mixed(parts: list[tuple[float, PyTree]]) -> PyTree:
 
 def _no_peers(*_: Any) -> bool:
     raise RuntimeError("this client has no way to its peers")
+
+
+def _check_labels(problem: Any, own: Clients) -> None:
+    """Of a site's own samples, which nobody else has seen; of a wrong label the server hears no value."""
+    try:
+        problem.check_labels(own)
+    except ProblemError:
+        known = f"{problem.classes} classes are 0..{problem.classes - 1}"
+        raise ProblemError(f"the site has labels that are no class numbers: {known}") from None
 
 
 def _own_levels(source: str | None, site: str) -> Levels:

@@ -6,6 +6,7 @@
     clients.jsonl      the clients' own values, where the problem has client metrics
     checkpoint-<step>-<hash>.npz
     result.npz         the end
+    .lock              held while the run goes on (see `claim`)
 
 A checkpoint's name holds the hash of its content, so a damaged one is recognised; it appears under its
 name only when it is complete. Whenever a run is killed, going on from the newest sound checkpoint gives

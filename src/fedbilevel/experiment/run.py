@@ -13,6 +13,7 @@ import numpy as np
 from fedbilevel.algorithm.base import Algorithm
 from fedbilevel.data.clients import Clients
 from fedbilevel.engine.base import Engine
+from fedbilevel.engine.mesh.join import together
 from fedbilevel.engine.simulator import Simulator
 from fedbilevel.experiment.best import Best
 from fedbilevel.experiment.diagnose import measured_smoothness, with_smoothness
@@ -137,7 +138,7 @@ def check(problem: Problem, clients: Clients, algorithm: Any, steps: int, every:
         raise ValueError(f"cohort is {cohort}, but there are {clients.n} clients; None means all of them")
     if cohort is not None and clients.has_weightless:
         raise ValueError("a sampled cohort may consist of clients of weight 0 alone; leave such clients out")
-    problem.check(clients)
+    together(lambda: problem.check(clients))  # in a mesh each process has its own clients' samples
 
 
 def _check_start(problem: Problem, clients: Clients, algorithm: Algorithm[Any], start: Result) -> None:

@@ -69,6 +69,7 @@ def run_all(
         progress: as for `solve`.
         adapt: changes what a plan is built to, for example its engine.
     """
+    _check_folders([folder.resolve() for _, folder in tasks])
     groups: dict[Any, list[Task]] = {}
     for number, (plan, folder) in enumerate(tasks):
         settings = [str(plan.config.get(key)) for key in _TOGETHER] if together else [number]
@@ -77,6 +78,12 @@ def run_all(
         with jax.enable_x64(group[0][0].config["precision"] == "float64"):
             outcomes = _run_group(group, again, progress, adapt)
         yield from outcomes
+
+
+def _check_folders(folders: Sequence[pathlib.Path]) -> None:
+    repeated = sorted({str(folder) for folder in folders if folders.count(folder) > 1})
+    if repeated:
+        raise RunError(f"two runs have the same folder, {repeated[0]}; each needs its own")
 
 
 def _run_group(
@@ -119,7 +126,10 @@ def _opened(run: _FolderRun) -> Iterator[_FolderRun]:
         yield run
         return
     with claimed(run.directory.path):
-        run.decline() if run.reason else run.open()
+        if run.reason:
+            run.decline()
+        else:
+            run.open()
         try:
             yield run
         except BaseException as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias, get_args
@@ -10,15 +9,16 @@ from typing import Any, Literal, TypeAlias, get_args
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedbilevel.data.batches import Batch, Samples, weighted
 from fedbilevel.data.clients import Clients
 from fedbilevel.number import whole
 from fedbilevel.problem.constraint import Anywhere
-from fedbilevel.tree import PyTree, sub
+from fedbilevel.problem.objective import HalfDistance, Negative, Nothing, Objective, OfLower, OfUpper, is_mean
+from fedbilevel.tree import PyTree
 
 Structure: TypeAlias = Literal["bilevel", "minimax", "compositional", "single_level"]
-Objective: TypeAlias = Callable[[PyTree, PyTree, PyTree], jax.Array]
 Metrics: TypeAlias = Mapping[str, Callable[[PyTree, PyTree], Any]]
 ClientMetrics: TypeAlias = Mapping[str, Objective]
 
@@ -96,15 +96,12 @@ class Problem(eqx.Module):
         self.constraint = Anywhere() if constraint is None else constraint
         self.structure = structure
         self.client_metrics = dict(client_metrics or {})
-        self.block, self.classes = whole(block), whole(classes)
-        if block is not None and (type(self.block) is not int or block < 1):
-            raise ProblemError(
-                f"block is {block!r}; it must be a number of samples, or None for all of a batch"
-            )
+        self.block = _count_or_none("block", block, "samples, or None for all of a batch")
+        self.classes = _count_or_none("classes", classes, "classes, or None if there are none")
 
     def block_of(self, level: str) -> int | None:
         """How many samples an oracle of f (`"upper"`) or g (`"lower"`) looks at at once; None: all."""
-        return self.block if _is_mean(getattr(self, level)) else None
+        return self.block if is_mean(getattr(self, level)) else None
 
     def at(self, x: PyTree, y: PyTree) -> Problem:
         """The same problem, started elsewhere."""
@@ -121,9 +118,11 @@ class Problem(eqx.Module):
     def check_labels(self, clients: Clients) -> None:
         """Raise an error that explains if a label is none of the `classes`, where these are known."""
         for level in ("lower", "upper", "test", "validation"):
-            columns = getattr(clients, level).flat
-            if self.classes is not None and isinstance(columns, Mapping) and "labels" in columns:
-                check_labels(columns["labels"], self.classes, level)
+            samples = getattr(clients, level)
+            if self.classes is not None and isinstance(samples.flat, Mapping) and "labels" in samples.flat:
+                labels = np.asarray(samples.flat["labels"])
+                # A table may hold rows that are nobody's, or of another level.
+                check_labels(labels if samples.rows is None else labels[samples.rows], self.classes, level)
 
     def _check_objective(self, what: str, function: Objective, samples: Samples) -> None:
         batch = samples.batch(0, jax.random.key(0)).samples
@@ -148,11 +147,12 @@ class Problem(eqx.Module):
 
 def check_labels(labels: Any, classes: int, level: str) -> None:
     """Raise an error that explains unless labels are class numbers: any other has no logit, and loss zero."""
-    low, high = int(labels.min()), int(labels.max())
-    if low < 0 or high >= classes:
-        raise ProblemError(
-            f"the {level} labels are {low}..{high}; with {classes} classes they must be 0..{classes - 1}"
-        )
+    labels, needed = np.asarray(labels), f"whole numbers 0..{classes - 1}, one a sample"
+    if labels.ndim != 1 or not np.issubdtype(np.result_type(labels), np.number):
+        raise ProblemError(f"the {level} labels have the shape {labels.shape}; they must be {needed}")
+    if not np.all((labels >= 0) & (labels < classes) & (labels == np.floor(labels))):
+        found = f"{labels.min()}..{labels.max()}"
+        raise ProblemError(f"the {level} labels are {found}; with {classes} classes they must be {needed}")
 
 
 def minimax(f: Objective, x0: PyTree, y0: PyTree, **options: Any) -> Problem:
@@ -183,98 +183,17 @@ def single_level(f: Callable[[PyTree, PyTree], jax.Array], x0: PyTree, **options
     return Problem(OfUpper(f), Nothing(), x0, (), structure="single_level", **options)
 
 
-# These wrap the user's functions as importable classes, so that they can be named on a wire. How a function
-# is evaluated on weighted samples stays its own business.
-
-
-class Negative(eqx.Module):
-    """`−f`."""
-
-    f: Objective
-
-    def __call__(self, x: PyTree, y: PyTree, samples: PyTree) -> jax.Array:
-        return -self.f(x, y, samples)
-
-    def on_weighted(self, x: PyTree, y: PyTree, samples: PyTree, weight: jax.Array) -> jax.Array:
-        return -weighted(self.f)(x, y, Batch(samples, weight))
-
-
-class OfLower(eqx.Module):
-    """`(x, y) ↦ f(y)`."""
-
-    f: Callable[[PyTree, PyTree], jax.Array]
-
-    def __call__(self, x: PyTree, y: PyTree, samples: PyTree) -> jax.Array:
-        return self.f(y, samples)
-
-    def on_weighted(self, x: PyTree, y: PyTree, samples: PyTree, weight: jax.Array) -> jax.Array:
-        return weighted(self.f)(y, Batch(samples, weight))
-
-
-class OfUpper(eqx.Module):
-    """`(x, y) ↦ f(x)`."""
-
-    f: Callable[[PyTree, PyTree], jax.Array]
-
-    def __call__(self, x: PyTree, y: PyTree, samples: PyTree) -> jax.Array:
-        return self.f(x, samples)
-
-    def on_weighted(self, x: PyTree, y: PyTree, samples: PyTree, weight: jax.Array) -> jax.Array:
-        return weighted(self.f)(x, Batch(samples, weight))
-
-
-class HalfDistance(eqx.Module):
-    """`½‖y − r(x)‖²`."""
-
-    r: Callable[[PyTree, PyTree], PyTree]
-
-    def __call__(self, x: PyTree, y: PyTree, samples: PyTree) -> jax.Array:
-        gap = sub(y, self.r(x, samples))
-        return jnp.asarray(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(gap))) / 2
-
-
-class Nothing(eqx.Module):
-    """`0`: there is no lower level."""
-
-    def __call__(self, x: PyTree, y: PyTree, samples: PyTree) -> jax.Array:
-        return jnp.zeros(())
-
-
-class Separable(abc.ABC):
-    """An objective that sees x and the samples through features alone: `F(x, y, s) = G(y, features(x, s))`.
-
-    Where x stays and y makes many steps, features are computed once for every sample.
-    """
-
-    @abc.abstractmethod
-    def features(self, x: PyTree, samples: PyTree) -> PyTree:
-        """What is needed of x and the samples: a tree with the same leading axis."""
-
-    @abc.abstractmethod
-    def on_features(self, y: PyTree, features: PyTree) -> jax.Array:
-        """The objective, a mean over the samples."""
-
-
-class OnFeatures(eqx.Module):
-    """A separable objective on samples that are features already."""
-
-    function: Separable
-
-    def __call__(self, x: PyTree, y: PyTree, samples: PyTree) -> jax.Array:
-        return self.function.on_features(y, samples)
-
-
 def objective(problem: Problem, level: str, x: PyTree, y: PyTree, batch: Batch) -> jax.Array:
     """The value of f (`level="upper"`) or g (`"lower"`) on a batch; not counted."""
     function = problem.upper if level == "upper" else problem.lower
     return weighted(function)(x, y, batch)
 
 
-def _is_mean(function: Any) -> bool:
-    """Whether a function is a mean over samples, as most are: it does not say what it is on weighted ones."""
-    if isinstance(function, Negative | OfLower | OfUpper):
-        return _is_mean(function.f)
-    return not (hasattr(function, "on_weighted") or isinstance(function, HalfDistance))
+def _count_or_none(name: str, value: Any, what: str) -> int | None:
+    count = whole(value)
+    if count is not None and (type(count) is not int or count < 1):
+        raise ProblemError(f"{name} is {value!r}; it must be a number of {what}")
+    return count
 
 
 def _float_array(leaf: Any) -> jax.Array:

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from fedbilevel.data.batches import Batch, Samples, in_blocks
 from fedbilevel.data.clients import Clients
 from fedbilevel.fed.ledger import Entry, count
-from fedbilevel.problem.base import OnFeatures, Problem, Separable, objective
+from fedbilevel.problem.base import Problem, objective
+from fedbilevel.problem.objective import OnFeatures, Separable
 from fedbilevel.tree import PyTree, row
 
 _FEW = 4

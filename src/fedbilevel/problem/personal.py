@@ -19,9 +19,10 @@ import jax.numpy as jnp
 import jax.random as jr
 
 from fedbilevel.problem.accuracy import Accuracy, CrossEntropy, check_classes, table
-from fedbilevel.problem.base import Objective, Problem, ProblemError
+from fedbilevel.problem.base import Problem, ProblemError
 from fedbilevel.problem.loss_tuning import OfModel
 from fedbilevel.problem.model import Chain, Model, Shape
+from fedbilevel.problem.objective import Objective
 from fedbilevel.problem.personal_loss import (
     ClassWeightedLoss,
     MixtureOfModels,

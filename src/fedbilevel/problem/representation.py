@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import jax.random as jr
 
 from fedbilevel.problem.accuracy import Accuracy, check_classes, cross_entropy, on_test
-from fedbilevel.problem.base import Problem, Separable
+from fedbilevel.problem.base import Problem
 from fedbilevel.problem.model import Chain, Model
+from fedbilevel.problem.objective import Separable
 from fedbilevel.tree import PyTree, dot
 
 

@@ -24,7 +24,8 @@ from fedbilevel.fed.program import Program
 from fedbilevel.local.push_sum import Displaced
 from fedbilevel.local.work import Amount, Work, amount, check_amounts
 from fedbilevel.problem.accuracy import CrossEntropy
-from fedbilevel.problem.base import Objective, Problem
+from fedbilevel.problem.base import Problem
+from fedbilevel.problem.objective import Objective
 from fedbilevel.problem.oracle import Client
 from fedbilevel.problem.personal_loss import MixtureOfModels
 from fedbilevel.schedule import Rate, rate

@@ -130,6 +130,26 @@ def told(make: Callable[[], bytes]) -> bytes:
     return text
 
 
+def together(check: Callable[[], None]) -> None:
+    """Check something in every process, each what it holds; an error that one meets is an error of all."""
+    failure: Exception | None = None
+    try:
+        check()
+    except Exception as error:
+        failure = error
+    failed = _from_all(failure is not None) if several() else []
+    if failure is not None:
+        raise failure
+    if any(failed):
+        others = ", ".join(str(process) for process, has in enumerate(failed) if has)
+        raise MeshError(f"this process stops because there was an error in process {others}, which says why")
+
+
+def _from_all(flag: bool) -> list[bool]:
+    with watching():
+        return [bool(own) for own in multihost_utils.process_allgather(np.asarray(flag)).ravel()]
+
+
 def _from_leader(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return np.asarray(multihost_utils.broadcast_one_to_all(array))
 
