@@ -21,7 +21,8 @@ def stopped_at(line: int, how: signal.Signals, folder: pathlib.Path, *arguments:
     """Start a command, send a signal as soon as the history has so many lines, and wait for its end."""
     history = folder / "seed-0" / "history.jsonl"
     command = [sys.executable, "-m", "fedbilevel", *arguments]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=folder.parent) as process:
+    settings: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True, "cwd": folder.parent}
+    with subprocess.Popen(command, **settings, preexec_fn=listen) as process:
         end = time.monotonic() + 120
         while process.poll() is None and time.monotonic() < end:
             begun = history.exists()
@@ -31,6 +32,11 @@ def stopped_at(line: int, how: signal.Signals, folder: pathlib.Path, *arguments:
             time.sleep(0.0005 if begun else 0.02)  # while it starts it gets the processor
         _, err = process.communicate(timeout=60)
     return process.returncode, err
+
+
+def listen() -> None:
+    """Interrupts count: what a shell starts in the background, such as these tests, may be deaf to them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.usefixtures("no_figures")
