@@ -16,13 +16,19 @@ from fedbilevel import load
 
 LONG = changed(SADDLE, ("steps = 6", "steps = 150"), ("every = 2", "every = 1"))
 
+# What a shell starts in the background, as it may start these tests, is deaf to interrupts.
+LISTENING = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("fedbilevel", run_name="__main__", alter_sys=True)
+"""
+
 
 def stopped_at(line: int, how: signal.Signals, folder: pathlib.Path, *arguments: str) -> tuple[int, str]:
     """Start a command, send a signal as soon as the history has so many lines, and wait for its end."""
     history = folder / "seed-0" / "history.jsonl"
-    command = [sys.executable, "-m", "fedbilevel", *arguments]
-    settings: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True, "cwd": folder.parent}
-    with subprocess.Popen(command, **settings, preexec_fn=listen) as process:
+    command = [sys.executable, "-c", LISTENING, *arguments]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=folder.parent) as process:
         end = time.monotonic() + 120
         while process.poll() is None and time.monotonic() < end:
             begun = history.exists()
@@ -32,11 +38,6 @@ def stopped_at(line: int, how: signal.Signals, folder: pathlib.Path, *arguments:
             time.sleep(0.0005 if begun else 0.02)  # while it starts it gets the processor
         _, err = process.communicate(timeout=60)
     return process.returncode, err
-
-
-def listen() -> None:
-    """Interrupts count: what a shell starts in the background, such as these tests, may be deaf to them."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.usefixtures("no_figures")
