@@ -12,13 +12,8 @@ import fedbilevel as fb
 from fedbilevel.algorithm.base import Variables
 from fedbilevel.engine.simulator import SimulatedFederation
 from fedbilevel.fed.ledger import Ledger, as_arrays, metering
-from fedbilevel.problem.quadratic import (
-    inner_map,
-    lower_objective,
-    outer_distance,
-    saddle_objective,
-    upper_objective,
-)
+from fedbilevel.problem.quadratic import lower_objective, upper_objective
+from fedbilevel.problem.structured import inner_map, outer_distance, saddle_objective
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -10,13 +10,8 @@ from fedbilevel.algorithm.base import Variables
 from fedbilevel.fed.ledger import Ledger
 from fedbilevel.local import Work
 from fedbilevel.problem import Client
-from fedbilevel.problem.quadratic import (
-    inner_map,
-    lower_objective,
-    outer_distance,
-    saddle_objective,
-    upper_objective,
-)
+from fedbilevel.problem.quadratic import lower_objective, upper_objective
+from fedbilevel.problem.structured import inner_map, outer_distance, saddle_objective
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -15,7 +15,8 @@ from fedbilevel.data import DataError
 from fedbilevel.data.dataset import Dataset
 from fedbilevel.data.describe import Statistics, describe
 from fedbilevel.data.federate import federate
-from fedbilevel.data.partition import Dirichlet, Iid, Natural, Shards
+from fedbilevel.data.partition import Iid, Natural, Shards
+from fedbilevel.data.random_shares import Dirichlet
 from fedbilevel.data.split import LabelNoise, LongTail, Split
 
 TOTAL = 240

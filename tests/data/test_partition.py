@@ -6,17 +6,8 @@ import numpy as np
 import pytest
 
 from fedbilevel.data import DataError
-from fedbilevel.data.partition import (
-    ClassesPerClient,
-    Dirichlet,
-    Iid,
-    Natural,
-    Pachinko,
-    QuantitySkew,
-    Shards,
-    _at_least_one,
-    _positive,
-)
+from fedbilevel.data.partition import ClassesPerClient, Iid, Natural, Shards, at_least_one
+from fedbilevel.data.random_shares import Dirichlet, Pachinko, QuantitySkew, _positive
 
 
 def rng(seed: int = 0) -> np.random.Generator:
@@ -257,7 +248,7 @@ def test_a_setting_of_the_wrong_kind_is_refused(value: Any) -> None:
         concentration = "high"
 
     with pytest.raises(DataError, match=r"Settings: clients is .*whole number"):
-        _at_least_one(Settings(), "clients")
+        at_least_one(Settings(), "clients")
     with pytest.raises(DataError, match="concentration is 'high'"):
         _positive(Settings(), "concentration")
 

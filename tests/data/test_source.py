@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from data.source_files import write, write_idx_set
-from fedbilevel.data.clients import DataError
+from fedbilevel.data.error import DataError
 from fedbilevel.data.source import SOURCES, DataMissingError, load
 from fedbilevel.data.source.archive import arrays
 from fedbilevel.data.source.embedded import MINI, MINI_ARRAYS, MINI_HASH, content_hash

@@ -17,7 +17,7 @@ from typing import IO, Any
 import pytest
 
 from data.source_files import write, write_idx_set
-from fedbilevel.data.clients import DataError
+from fedbilevel.data.error import DataError
 from fedbilevel.data.source import (
     SOURCES,
     DataMissingError,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from data.source_files import idx_bytes, numbers, pixels, python2_pickle, write, write_drawing, write_idx_set
-from fedbilevel.data.clients import DataError
 from fedbilevel.data.dataset import Table
+from fedbilevel.data.error import DataError
 from fedbilevel.data.source import load
 from fedbilevel.data.source.omniglot import Folders, reduced
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from data.source_files import write
-from fedbilevel.data.clients import DataError
 from fedbilevel.data.dataset import Dataset
+from fedbilevel.data.error import DataError
 from fedbilevel.data.source import load
 from fedbilevel.data.source.text import Roles
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.data.clients import DataError
+from fedbilevel.data.error import DataError
 from fedbilevel.engine.configuration import configuration
 from fedbilevel.engine.own_data import assembled, own_levels, report, surveyed
 from fedbilevel.engine.wire import decode, encode

@@ -11,7 +11,8 @@ import pytest
 from fedbilevel import Clients, FedAvgS, Ledger, LFedNest, Problem, Simulator, minimax, simulate, solve
 from fedbilevel.algorithm.base import Variables
 from fedbilevel.fed.ledger import Entry
-from fedbilevel.problem.quadratic import lower_objective, saddle_objective, upper_objective
+from fedbilevel.problem.quadratic import lower_objective, upper_objective
+from fedbilevel.problem.structured import saddle_objective
 
 KEY = jr.key(2)
 

@@ -10,7 +10,7 @@ import pytest
 
 import fedbilevel as fb
 from experiment.tiny import IMAGES, SADDLE, changed, plan, write
-from fedbilevel.data.clients import DataError
+from fedbilevel.data.error import DataError
 from fedbilevel.experiment.build import build, data_of
 from fedbilevel.experiment.config import plans
 from fedbilevel.experiment.registry import ConfigError

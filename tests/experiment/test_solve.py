@@ -17,7 +17,8 @@ from fedbilevel.experiment import AdjointWarning, DataWarning, History
 from fedbilevel.experiment.suspicion import data_notes
 from fedbilevel.fed import Program
 from fedbilevel.problem import ProblemError
-from fedbilevel.problem.quadratic import DistanceTo, lower_objective, saddle_objective, upper_objective
+from fedbilevel.problem.quadratic import DistanceTo, lower_objective, upper_objective
+from fedbilevel.problem.structured import saddle_objective
 from fedbilevel.schedule import Rate, rate
 
 # Every run below uses these shapes and `every=2`, so that nearly all of them share one compilation.

@@ -6,16 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 
-from fedbilevel.data.partition import (
-    ClassesPerClient,
-    Dirichlet,
-    Iid,
-    Natural,
-    Pachinko,
-    QuantitySkew,
-    Shards,
-    groups,
-)
+from fedbilevel.data.partition import ClassesPerClient, Iid, Natural, Shards, groups
+from fedbilevel.data.random_shares import Dirichlet, Pachinko, QuantitySkew
 from fedbilevel.data.split import LabelNoise, LongTail, Split
 
 FEW = settings(max_examples=60, deadline=None)

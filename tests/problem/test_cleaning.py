@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import fedbilevel as fb
-from fedbilevel.data.clients import DataError
 from fedbilevel.data.dataset import Dataset
+from fedbilevel.data.error import DataError
 from fedbilevel.data.federate import federate
 from fedbilevel.data.split import LabelNoise, Split
 from fedbilevel.portable import imported, pack, unpack

@@ -8,7 +8,8 @@ from jax.flatten_util import ravel_pytree
 
 import fedbilevel as fb
 from fedbilevel.algorithm.base import Variables
-from fedbilevel.problem.quadratic import lower_objective, saddle_objective, upper_objective
+from fedbilevel.problem.quadratic import lower_objective, upper_objective
+from fedbilevel.problem.structured import saddle_objective
 
 pytestmark = pytest.mark.usefixtures("float64")
 

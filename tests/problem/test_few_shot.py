@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.data.clients import DataError
 from fedbilevel.data.dataset import Dataset
+from fedbilevel.data.error import DataError
 from fedbilevel.problem import few_shot
 from fedbilevel.problem.base import ProblemError
 from fedbilevel.problem.convolution import ConvNet

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy.typing as npt
 
-from fedbilevel.data.clients import DataError
+from fedbilevel.data.error import DataError
 
 Table: TypeAlias = Mapping[str, npt.NDArray[Any]]
 """Columns of equal length: row i of every column belongs to sample i."""

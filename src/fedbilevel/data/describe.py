@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fedbilevel.data.batches import Samples
-from fedbilevel.data.clients import Clients, DataError
+from fedbilevel.data.clients import Clients
+from fedbilevel.data.error import DataError
 
 if TYPE_CHECKING:  # loaded where a picture is drawn: it takes longer than all the rest
     from matplotlib.axes import Axes

@@ -10,8 +10,9 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fedbilevel.data.clients import Clients, DataError
+from fedbilevel.data.clients import Clients
 from fedbilevel.data.dataset import Dataset, Table
+from fedbilevel.data.error import DataError
 from fedbilevel.data.partition import Number, Partition, Rows
 
 # Annotations say what is called, not which class: a function of one's own will do at every stage.

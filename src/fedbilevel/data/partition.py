@@ -9,15 +9,14 @@ cannot be dealt out is refused. Any function of this form can be used where a pa
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from fedbilevel.data.clients import DataError
 from fedbilevel.data.dataset import Table
+from fedbilevel.data.error import DataError
 
 Rows: TypeAlias = npt.NDArray[np.int64]
 """Row numbers of a table."""
@@ -26,7 +25,7 @@ Number: TypeAlias = float | int
 """A real setting. Said in full, because a check at run time does not take a 1 for a float."""
 
 Partition: TypeAlias = Callable[[Table, np.random.Generator], list[Rows]]
-"""What deals samples out to clients; the classes of this module, or a function of your own."""
+"""What deals samples out to clients: a class of this module or of `random_shares`, or your own function."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +43,11 @@ class Iid:
     clients: int
 
     def __post_init__(self) -> None:
-        _at_least_one(self, "clients")
+        at_least_one(self, "clients")
 
     def __call__(self, samples: Table, rng: np.random.Generator) -> list[Rows]:
-        total = _total(self, samples, needed=self.clients)
-        return _ascending(np.array_split(rng.permutation(total), self.clients))
+        total = enough(self, samples, needed=self.clients)
+        return ascending(np.array_split(rng.permutation(total), self.clients))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,14 +69,14 @@ class Shards:
     each: int = 2
 
     def __post_init__(self) -> None:
-        _at_least_one(self, "clients", "each")
+        at_least_one(self, "clients", "each")
 
     def __call__(self, samples: Table, rng: np.random.Generator) -> list[Rows]:
-        _total(self, samples, needed=self.clients * self.each)
+        enough(self, samples, needed=self.clients * self.each)
         order = np.concatenate(groups(column(self, samples, "labels")))
         shards = np.array_split(order, self.clients * self.each)
         hands = rng.permutation(len(shards)).reshape(self.clients, self.each)
-        return _ascending([np.concatenate([shards[shard] for shard in hand]) for hand in hands])
+        return ascending([np.concatenate([shards[shard] for shard in hand]) for hand in hands])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +95,7 @@ class ClassesPerClient:
     each: int = 2
 
     def __post_init__(self) -> None:
-        _at_least_one(self, "clients", "each")
+        at_least_one(self, "clients", "each")
 
     def __call__(self, samples: Table, rng: np.random.Generator) -> list[Rows]:
         classes = groups(column(self, samples, "labels"))
@@ -106,7 +105,7 @@ class ClassesPerClient:
             owners = rng.permutation(np.flatnonzero((chosen == number).any(axis=1)))
             for owner, part in zip(owners, np.array_split(rng.permutation(rows), len(owners)), strict=True):
                 parts[owner].append(part)
-        return _none_empty(self, _ascending([np.concatenate(part) for part in parts]))
+        return _none_empty(self, ascending([np.concatenate(part) for part in parts]))
 
     def _choice(self, classes: int, rng: np.random.Generator) -> Rows:
         """The classes of each client, `(clients, each)`: always the least used ones, ties at random."""
@@ -126,105 +125,6 @@ class ClassesPerClient:
 
 
 @dataclasses.dataclass(frozen=True)
-class Dirichlet:
-    """Class by class: the shares of the clients in a class are drawn from a Dirichlet distribution.
-
-    Args:
-        clients: how many.
-        concentration: of the symmetric Dirichlet; towards 0, each class belongs to one client; towards
-            infinity, all clients are alike.
-        at_least: samples of every client. A client with fewer takes some, one by one and at random, from
-            whichever client then has most.
-
-    Reference: Marfoq et al., Federated multi-task learning under a mixture of distributions, NeurIPS 2021.
-    """
-
-    clients: int
-    concentration: Number
-    at_least: int = 1
-
-    def __post_init__(self) -> None:
-        _at_least_one(self, "clients", "at_least")
-        _positive(self, "concentration")
-
-    def __call__(self, samples: Table, rng: np.random.Generator) -> list[Rows]:
-        _total(self, samples, needed=self.clients * self.at_least)
-        classes = groups(column(self, samples, "labels"))
-        return _by_shares(self, classes, rng)
-
-
-@dataclasses.dataclass(frozen=True)
-class QuantitySkew:
-    """Clients alike in their labels but not in size: their sizes are drawn from a Dirichlet distribution.
-
-    Args:
-        clients: how many.
-        concentration: of the symmetric Dirichlet; towards infinity, all sizes are equal.
-        at_least: samples of every client, as for `Dirichlet`.
-    """
-
-    clients: int
-    concentration: Number
-    at_least: int = 1
-
-    def __post_init__(self) -> None:
-        _at_least_one(self, "clients", "at_least")
-        _positive(self, "concentration")
-
-    def __call__(self, samples: Table, rng: np.random.Generator) -> list[Rows]:
-        total = _total(self, samples, needed=self.clients * self.at_least)
-        return _by_shares(self, [np.arange(total)], rng)
-
-
-@dataclasses.dataclass(frozen=True)
-class Pachinko:
-    """Pachinko allocation: each sample falls through superclasses, then classes, to a client.
-
-    Every client has as many samples, up to one. It draws its own shares of the superclasses from a
-    Dirichlet distribution, and of the classes within each, then its samples by these, without
-    replacement. A class that runs dry is left out and the shares of the others are renormalised, so the
-    last clients get what the first ones left. Needs the column `coarse`.
-
-    Args:
-        clients: how many.
-        coarse_concentration, fine_concentration: of the Dirichlets over superclasses and over classes;
-            the reference has 0.1 and 10.
-
-    Reference: Reddi et al., Adaptive federated optimization, ICLR 2021, appendix F.
-    """
-
-    clients: int
-    coarse_concentration: Number = 0.1
-    fine_concentration: Number = 10.0
-
-    def __post_init__(self) -> None:
-        _at_least_one(self, "clients")
-        _positive(self, "coarse_concentration", "fine_concentration")
-
-    def __call__(self, samples: Table, rng: np.random.Generator) -> list[Rows]:
-        total = _total(self, samples, needed=self.clients)
-        labels = column(self, samples, "labels")
-        pools = [
-            [rng.permutation(rows[group]).tolist() for group in groups(labels[rows])]
-            for rows in groups(column(self, samples, "coarse"))
-        ]
-        sizes = [len(part) for part in np.array_split(np.arange(total), self.clients)]
-        return _ascending([self._pick(size, pools, rng) for size in sizes])
-
-    def _pick(self, size: int, pools: list[list[list[int]]], rng: np.random.Generator) -> Rows:
-        """One client's rows, taken out of the pools (one a class, in a list for each superclass)."""
-        left = np.array([sum(map(len, classes)) for classes in pools])
-        rows = []
-        counts = _fall(size, self.coarse_concentration, left, rng)
-        for count, classes in zip(counts, pools, strict=True):
-            within = _fall(
-                int(count), self.fine_concentration, np.array([len(pool) for pool in classes]), rng
-            )
-            rows += [pool.pop() for times, pool in zip(within, classes, strict=True) for _ in range(times)]
-        return np.array(rows)
-
-
-@dataclasses.dataclass(frozen=True)
 class Natural:
     """One client for each owner of samples (a writer, a role), in the order of the owners' numbers.
 
@@ -241,7 +141,7 @@ class Natural:
     random: bool = False
 
     def __post_init__(self) -> None:
-        _at_least_one(self, *(["clients"] if self.clients is not None else []), "at_least")
+        at_least_one(self, *(["clients"] if self.clients is not None else []), "at_least")
 
     def __call__(self, samples: Table, rng: np.random.Generator) -> list[Rows]:
         owned = [rows for rows in groups(column(self, samples, "owner")) if len(rows) >= self.at_least]
@@ -275,47 +175,8 @@ def groups(values: npt.NDArray[Any]) -> list[Rows]:
     return np.split(order, starts[1:]) if len(values) else []
 
 
-def _by_shares(how: Dirichlet | QuantitySkew, pools: Sequence[Rows], rng: np.random.Generator) -> list[Rows]:
-    """Each pool, in random order, cut by shares of its own; then no client has too few."""
-    parts: list[list[Rows]] = [[] for _ in range(how.clients)]
-    for rows in pools:
-        share = rng.dirichlet(np.full(how.clients, float(how.concentration)))
-        cuts = np.rint(np.cumsum(share)[:-1] * len(rows)).astype(int)
-        for part, piece in zip(parts, np.split(rng.permutation(rows), cuts), strict=True):
-            part.append(piece)
-    return _ascending(_filled_up([np.concatenate(part) for part in parts], how.at_least, rng))
-
-
-def _filled_up(parts: list[Rows], least: int, rng: np.random.Generator) -> list[Rows]:
-    """Parts of at least `least` rows: the smallest takes a random one from the largest, until it is so."""
-    sizes = np.array([len(part) for part in parts])
-    if sizes.min() >= least:
-        return parts
-    pools = [rng.permutation(part).tolist() for part in parts]
-    while sizes.min() < least:
-        poor, rich = sizes.argmin(), sizes.argmax()
-        pools[poor].append(pools[rich].pop())
-        sizes[poor], sizes[rich] = sizes[poor] + 1, sizes[rich] - 1
-    return [np.array(pool) for pool in pools]
-
-
-def _fall(times: int, concentration: Number, left: Rows, rng: np.random.Generator) -> Rows:
-    """How many of so many draws without replacement fall on each place, of which `left` are left.
-
-    What falls on a place that ran dry falls again on the others. This is the law of drawing one by one
-    and renormalising, because draws that are refused change nothing.
-    """
-    share = rng.dirichlet(np.full(len(left), float(concentration)))
-    counts = np.zeros_like(left)
-    while (missing := times - counts.sum()) > 0:
-        room = counts < left
-        # Shares of a small concentration may all be 0.0 where there is room: there, every place is alike.
-        weight = np.where(room, share, 0.0) if share[room].any() else room.astype(float)
-        counts = np.minimum(counts + rng.multinomial(missing, weight / weight.sum()), left)
-    return counts
-
-
-def _ascending(parts: Sequence[Rows]) -> list[Rows]:
+def ascending(parts: Sequence[Rows]) -> list[Rows]:
+    """Every client's rows in their order."""
     return [np.sort(part).astype(np.int64) for part in parts]
 
 
@@ -325,7 +186,7 @@ def _none_empty(partition: Any, parts: list[Rows]) -> list[Rows]:
     return parts
 
 
-def _total(partition: Any, samples: Table, needed: int) -> int:
+def enough(partition: Any, samples: Table, needed: int) -> int:
     """How many samples there are; too few are an error."""
     total = len(next(iter(samples.values()), ()))
     if total < needed:
@@ -335,19 +196,11 @@ def _total(partition: Any, samples: Table, needed: int) -> int:
     return total
 
 
-def _at_least_one(settings: Any, *names: str) -> None:
+def at_least_one(settings: Any, *names: str) -> None:
+    """Raise an error that explains unless these settings are whole numbers of at least 1."""
     for name in names:
         value = getattr(settings, name)
         if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
             raise DataError(
                 f"{type(settings).__name__}: {name} is {value!r}; it must be a whole number of at least 1"
-            )
-
-
-def _positive(settings: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(settings, name)
-        if not isinstance(value, float | int | np.number) or not 0 < value < math.inf:
-            raise DataError(
-                f"{type(settings).__name__}: {name} is {value!r}; it must be a positive, finite number"
             )

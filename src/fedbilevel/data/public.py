@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedbilevel.data.clients import DataError
 from fedbilevel.data.dataset import Dataset
+from fedbilevel.data.error import DataError
 
 
 def set_aside(dataset: Dataset, samples: int, seed: int = 0) -> tuple[Dataset, npt.NDArray[Any]]:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedbilevel.data.clients import DataError
 from fedbilevel.data.dataset import Table
+from fedbilevel.data.error import DataError
 from fedbilevel.data.partition import Number, Rows, column, groups
 
 

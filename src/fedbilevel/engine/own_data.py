@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedbilevel.data.batches import Samples
-from fedbilevel.data.clients import Clients, DataError
+from fedbilevel.data.clients import Clients
+from fedbilevel.data.error import DataError
 from fedbilevel.portable import Array, Json, PortableError, pack, unpack
 from fedbilevel.tree import PyTree
 

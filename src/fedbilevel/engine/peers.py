@@ -20,7 +20,7 @@ from fedbilevel.fed.place import At
 from fedbilevel.tree import all_finite
 
 if TYPE_CHECKING:
-    from fedbilevel.engine.remote import RemoteCohort
+    from fedbilevel.engine.remote_cohort import RemoteCohort
 
 Pair = tuple[int, int]
 """Places of a receiver and a sender in the cohort."""

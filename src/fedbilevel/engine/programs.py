@@ -14,7 +14,8 @@ from fedbilevel.data.batches import Samples
 from fedbilevel.data.clients import Clients
 from fedbilevel.engine.base import Stepper
 from fedbilevel.engine.handle import spec_of, spec_of_rows
-from fedbilevel.engine.simulator import SimulatedCohort, SimulatedFederation
+from fedbilevel.engine.simulated_cohort import SimulatedCohort
+from fedbilevel.engine.simulator import SimulatedFederation
 from fedbilevel.fed.cohort import Cohort
 from fedbilevel.fed.ledger import metering
 from fedbilevel.fed.place import At

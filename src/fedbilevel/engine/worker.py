@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbilevel.data.clients import Clients, DataError
+from fedbilevel.data.clients import Clients
+from fedbilevel.data.error import DataError
 from fedbilevel.engine.agreement import Agreement
 from fedbilevel.engine.handle import spec_of_rows
 from fedbilevel.engine.local_run import LocalRun, rounded
@@ -22,25 +23,19 @@ from fedbilevel.engine.mailbox import Mailbox, Post
 from fedbilevel.engine.own_data import Levels, OwnData, assembled, own_levels, report
 from fedbilevel.engine.programs import names, programs_of
 from fedbilevel.engine.reply import accepted, letter_value
+from fedbilevel.engine.store import Broken, Store, mixed
 from fedbilevel.engine.wire import WireError, decode, encode
 from fedbilevel.fed.ledger import Entry
 from fedbilevel.fed.program import Program
 from fedbilevel.portable import Array, Json, imported, loaded, unpack
 from fedbilevel.problem.base import ProblemError
-from fedbilevel.tree import PyTree, add, scale
+from fedbilevel.tree import PyTree
 
 _MYSELF = ""
 """The name of a client among its peers' letters: no peer has it."""
 
-_VERBS = ("put", "keep", "free", "run", "push", "add")
-"""The commands that are answered by nothing."""
-
-
-class Broken:
-    """Stands in the store for a value that could not be computed."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
+_STORED, _DONE = ("keep", "free", "add"), ("put", "run", "push")
+"""The commands that are answered by nothing: those to the store, and those to the client."""
 
 
 class Worker:
@@ -68,7 +63,7 @@ class Worker:
         self.mailbox = Mailbox()
         self.post: Post = _no_peers
         self._levels = functools.cache(partial(_own_levels, data, site))
-        self.store: dict[int, Any] = {}
+        self.store = Store()
         self.spent: dict[Entry, int] = {}
 
     def answer(self, message: bytes) -> bytes:
@@ -118,7 +113,7 @@ class Worker:
         self, problem: Any, clients: Any, id: int, n: int, algorithm: Any, probes: Any, x64: bool
     ) -> Json:
         jax.config.update("jax_enable_x64", x64)
-        self.store.clear()
+        self.store = Store()
         self.mailbox.reset()
         self.problem = problem() if isinstance(problem, types.FunctionType) else problem
         if isinstance(clients, OwnData):
@@ -141,28 +136,23 @@ class Worker:
     def _obey(self, command: Json, arrays: list[Array], reply: list[Array]) -> Json | None:
         verb, *rest = command
         if verb == "get":
-            return self._get(rest[0], reply)
+            return self.store.told(rest[0], reply)
         if verb == "receive":
             return self._receive(arrays, *rest)
-        if verb not in _VERBS:
+        if verb in _STORED:
+            getattr(self.store, verb)(*rest)
+        elif verb in _DONE:
+            getattr(self, f"_{verb}")(*rest, arrays=arrays)
+        else:
             raise WireError(f"{verb!r} is no command")
-        getattr(self, f"_{verb}")(*rest, arrays=arrays)
         return None
 
     def _put(self, ref: int, structure: Json, arrays: list[Array]) -> None:
-        self.store[ref] = jax.tree.map(jnp.asarray, self._unpacked(structure, arrays))
+        self.store.values[ref] = jax.tree.map(jnp.asarray, self._unpacked(structure, arrays))
 
     def _unpacked(self, structure: Json, arrays: list[Array]) -> PyTree:
         # With an agreement only what it needed is imported; a value brings no module of its own.
         return unpack(structure, arrays, self._named if self.agreement is None else loaded)
-
-    def _keep(self, ref: int, new: Json, old: Json, arrays: list[Array]) -> None:
-        value = self._find(new)
-        self.store[ref] = self._find(old) if isinstance(value, Broken) else value
-
-    def _free(self, refs: list[int], arrays: list[Array]) -> None:
-        for ref in refs:
-            self.store.pop(ref, None)
 
     def _run(
         self,
@@ -174,33 +164,33 @@ class Worker:
         whole: bool,
         arrays: list[Array],
     ) -> None:
-        found = [self._find(value) for value in values]
+        found = [self.store.find(value) for value in values]
         broken = next((value for value in found if isinstance(value, Broken)), None)
         if broken is not None:
-            self.store[ref] = broken
+            self.store.values[ref] = broken
             return
         try:
             settings = [arrays[leaf["array"]] if isinstance(leaf, dict) else leaf for leaf in leaves]
             data = self.clients.whole() if whole else self.clients
             run = self.runs[jax.tree.structure(self.programs[index])]
             out, counts = run(data, self.id, settings, jnp.asarray(arrays[key]), *found)
-            self.store[ref] = jax.block_until_ready(out)
+            self.store.values[ref] = jax.block_until_ready(out)
         except Exception as error:  # whatever the user's function raises is reported, not fatal
             name = type(self.programs[index]).__name__
-            self.store[ref] = Broken(f"{name} raised {_short(error)}")
+            self.store.values[ref] = Broken(f"{name} raised {_short(error)}")
             return
         for entry, times in counts.items():
             self.spent[entry] = self.spent.get(entry, 0) + int(times)
 
     def _push(self, round: int, value: Json, peers: list[str], arrays: list[Array]) -> None:
         # An empty letter says that there is nothing, so that nobody waits for more.
-        letter = b"" if isinstance(self._find(value), Broken) else self._letter(value)
+        letter = b"" if isinstance(self.store.find(value), Broken) else self._letter(value)
         self.mailbox.send(self.post, round, peers, letter)
 
     def _letter(self, value: Json) -> bytes:
         """A value for peers, told as it would be told to the server."""
         arrays: list[Array] = []
-        return encode(self._get(value, arrays), arrays)
+        return encode(self.store.told(value, arrays), arrays)
 
     def _receive(
         self,
@@ -222,46 +212,16 @@ class Worker:
         read = {name: partial(letter_value, letter, spec) for name, letter in letters.items() if letter}
         values, refused = accepted(read | {_MYSELF: partial(self._own, own)})
         shares = weights | {_MYSELF: own_weight}
-        self.store[ref] = _mixed([(shares[name], value) for name, value in values.items()])
+        self.store.values[ref] = mixed([(shares[name], value) for name, value in values.items()])
         broken = {"broken": refused.pop(_MYSELF)} if _MYSELF in refused else {}
         missing = [sender for sender in weights if sender not in letters]
         return {"missing": missing, "refused": refused} | broken
 
     def _own(self, value: Json) -> PyTree:
-        found = self._find(value)
+        found = self.store.find(value)
         if isinstance(found, Broken):
             raise WireError(found.reason)
         return found
-
-    def _add(self, ref: int, value: Json, weight: float, arrays: list[Array]) -> None:
-        before = self.store[ref]
-        parts = [] if isinstance(before, Broken) else [(1.0, before)]
-        self.store[ref] = _mixed([*parts, (weight, self._find(value))])
-
-    def _get(self, value: Json, reply: list[Array]) -> Json:
-        found = self._find(value)
-        if isinstance(found, Broken):
-            return {"broken": found.reason}
-        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(found)]
-        reply.extend(leaves)
-        return {"leaves": list(range(len(reply) - len(leaves), len(reply)))}
-
-    def _find(self, value: Json) -> Any:
-        ref, path = value
-        found = self.store.get(ref, Broken("it does not have a value that it was asked to use"))
-        for part in path:
-            if isinstance(found, Broken):
-                return found
-            found = found[part]
-        return found
-
-
-def _mixed(parts: list[tuple[float, PyTree]]) -> PyTree:
-    """`Σ w v` over pairs of a weight and a tree."""
-    if not parts:
-        return Broken("no peer sent it anything, and it has nothing itself")
-    scaled = [scale(weight, value) for weight, value in parts]
-    return functools.reduce(add, scaled)
 
 
 def _no_peers(*_: Any) -> bool:

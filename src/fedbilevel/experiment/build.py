@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fedbilevel.algorithm.base import Algorithm
-from fedbilevel.data.clients import Clients, DataError
+from fedbilevel.data.clients import Clients
 from fedbilevel.data.dataset import Dataset
+from fedbilevel.data.error import DataError
 from fedbilevel.data.federate import federate, shared
 from fedbilevel.data.public import set_aside
 from fedbilevel.data.source import load

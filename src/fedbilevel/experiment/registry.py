@@ -15,7 +15,7 @@ from typing import Any
 import optax
 
 from fedbilevel import adjoint, algorithm, local, problem
-from fedbilevel.data import partition, split
+from fedbilevel.data import partition, random_shares, split
 from fedbilevel.data.source import SOURCES
 from fedbilevel.engine import conditions
 from fedbilevel.experiment.best import Best
@@ -132,10 +132,10 @@ PARTITIONS: Mapping[str, Factory] = {
         partition.Iid,
         partition.Shards,
         partition.ClassesPerClient,
-        partition.Dirichlet,
-        partition.Pachinko,
+        random_shares.Dirichlet,
+        random_shares.Pachinko,
         partition.Natural,
-        partition.QuantitySkew,
+        random_shares.QuantitySkew,
     )
 }
 

@@ -18,7 +18,8 @@ import numpy as np
 
 from fedbilevel.algorithm.base import Algorithm
 from fedbilevel.data.clients import Clients
-from fedbilevel.engine.simulator import SimulatedCohort, SimulatedFederation
+from fedbilevel.engine.simulated_cohort import SimulatedCohort
+from fedbilevel.engine.simulator import SimulatedFederation
 from fedbilevel.experiment.registry import Factory, parameters
 from fedbilevel.fed.codec import Codec
 from fedbilevel.fed.cohort import Cohort
@@ -33,7 +34,8 @@ from fedbilevel.problem.cnn4 import FourLayerCNN
 from fedbilevel.problem.loss_tuning import OfModel
 from fedbilevel.problem.model import Linear
 from fedbilevel.problem.personal import Mixture
-from fedbilevel.problem.quadratic import Quadratic, Saddle
+from fedbilevel.problem.quadratic import Quadratic
+from fedbilevel.problem.structured import Saddle
 from fedbilevel.tree import PyTree
 
 

@@ -1,12 +1,11 @@
 """A cohort: the clients that take part in an exchange, and the verbs that move values.
 
 The verbs check the rules and book the cost here, once for all engines, so that every engine's
-ledger is the same by construction; an engine supplies the movements (the methods with `_`).
+ledger is the same by construction; an engine supplies the movements (see `fed/movement.py`).
 """
 
 from __future__ import annotations
 
-import abc
 from typing import Any
 
 import jax
@@ -15,13 +14,14 @@ import numpy as np
 
 from fedbilevel.fed.codec import Codec, Encode, Feedback, RandomCodec, messages
 from fedbilevel.fed.ledger import ROUND, Entry, count
+from fedbilevel.fed.movement import Movements
 from fedbilevel.fed.network import Links, edges
 from fedbilevel.fed.place import At, Kept, PlacementError, Published
 from fedbilevel.fed.program import Program, check_program
 from fedbilevel.tree import PyTree, nbytes
 
 
-class Cohort(abc.ABC):
+class Cohort(Movements):
     """Some clients of a federation, in the order of their ids.
 
     Attributes:
@@ -266,58 +266,6 @@ class Cohort(abc.ABC):
                 "others, which do not have it. Send it to this cohort too, publish it "
                 "(`fed.publish`, `cohort.read`), or keep it at the clients (`fed.keep`)."
             )
-
-    # ------------------------------------ what an engine with conditions supplies
-
-    def _there(self) -> Any:
-        """Who can be reached, `(size,)` bool; None: all."""
-        return None
-
-    def _arriving(self, whole: int, codec: Codec | None = None, who: Any = None) -> None:
-        """Messages go down to those `(size,)` whom `who` names (None: all), of `whole` bytes (see
-        `messages`).
-        """
-        return
-
-    def _awaited(
-        self, rows: PyTree, able: jax.Array, whole: int, codec: Codec | None
-    ) -> tuple[PyTree, jax.Array]:
-        """Of what clients have, the answers that come: rows, and who answered."""
-        return rows, able
-
-    def _heard(self, value: At, answered: jax.Array) -> At:
-        """A value that goes with an answer, at those whose answer came."""
-        return value
-
-    def _delivered(self, weights: jax.Array, size: int) -> None:
-        """Messages of `size` bytes go over the links that `(size, size)` weights name."""
-        return
-
-    # ------------------------------------------------- what an engine supplies
-
-    @abc.abstractmethod
-    def _send(self, tree: PyTree) -> Any: ...
-
-    @abc.abstractmethod
-    def _read_published(self, published: Published) -> tuple[Any, Any, Any]: ...
-
-    @abc.abstractmethod
-    def _deal(self, stacked: PyTree) -> Any: ...
-
-    @abc.abstractmethod
-    def _run(self, program: Program, values: tuple[At, ...], key: jax.Array, *, fails: bool) -> At: ...
-
-    @abc.abstractmethod
-    def _take(self, kept: Kept) -> Any: ...
-
-    @abc.abstractmethod
-    def _put(self, kept: Kept, value: At) -> Kept: ...
-
-    @abc.abstractmethod
-    def _gather(self, value: At) -> tuple[PyTree, jax.Array]: ...
-
-    @abc.abstractmethod
-    def _push(self, value: At, weights: jax.Array) -> tuple[Any, int, Any]: ...
 
 
 def _as_real(rows: Any) -> jax.Array:

@@ -20,12 +20,13 @@ from fedbilevel.problem.personal import (
     PersonalLayers,
     WeightedMixture,
 )
-from fedbilevel.problem.quadratic import Composition, Quadratic, Saddle
+from fedbilevel.problem.quadratic import Quadratic
 from fedbilevel.problem.recurrent import CharLSTM
 from fedbilevel.problem.representation import HyperRepresentation
 from fedbilevel.problem.resnet import ResNet, ResNet18
 from fedbilevel.problem.server_model import ServerModel
 from fedbilevel.problem.sliced_mlp import SlicedMLP
+from fedbilevel.problem.structured import Composition, Saddle
 from fedbilevel.problem.submodel import Kernels
 
 __all__ = [

@@ -18,7 +18,8 @@ import jax.random as jr
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from fedbilevel.data.clients import Clients, DataError
+from fedbilevel.data.clients import Clients
+from fedbilevel.data.error import DataError
 from fedbilevel.problem.accuracy import (
     Accuracy,
     Classifier,

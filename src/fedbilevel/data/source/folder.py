@@ -8,7 +8,7 @@ import pathlib
 import zlib
 from collections.abc import Iterator, Sequence
 
-from fedbilevel.data.clients import DataError
+from fedbilevel.data.error import DataError
 from fedbilevel.data.source.base import DataMissingError, Form, Source
 
 VARIABLE = "FEDBILEVEL_DATA"

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedbilevel.data.clients import DataError
 from fedbilevel.data.dataset import Dataset, Table
+from fedbilevel.data.error import DataError
 from fedbilevel.data.source.folder import contents, damaged
 
 _DTYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}

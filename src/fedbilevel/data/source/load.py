@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from fedbilevel.data.clients import DataError
 from fedbilevel.data.dataset import Dataset
+from fedbilevel.data.error import DataError
 from fedbilevel.data.source.folder import locate, missing, roots
 from fedbilevel.data.source.registry import source_of
 

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from fedbilevel.data.clients import DataError
 from fedbilevel.data.dataset import Dataset, Table
+from fedbilevel.data.error import DataError
 from fedbilevel.data.source.archive import arrays
 from fedbilevel.data.source.folder import damaged
 

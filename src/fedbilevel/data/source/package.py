@@ -9,7 +9,7 @@ import subprocess
 import tarfile
 import tempfile
 
-from fedbilevel.data.clients import DataError
+from fedbilevel.data.error import DataError
 from fedbilevel.data.source.base import Package
 
 _SECONDS = 600

@@ -6,7 +6,7 @@ import difflib
 import types
 from collections.abc import Mapping
 
-from fedbilevel.data.clients import DataError
+from fedbilevel.data.error import DataError
 from fedbilevel.data.source import cifar, embedded, emnist, idx, letters, names, omniglot, text
 from fedbilevel.data.source.base import Download, Form, Package, Source
 

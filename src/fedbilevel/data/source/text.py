@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fedbilevel.data.clients import DataError
 from fedbilevel.data.dataset import Dataset, Table
+from fedbilevel.data.error import DataError
 from fedbilevel.data.source.folder import contents, damaged
 
 Windows: TypeAlias = npt.NDArray[np.int32]

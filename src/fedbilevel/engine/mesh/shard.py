@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from fedbilevel.engine.mesh.layout import AXIS
-from fedbilevel.engine.simulator import SimulatedCohort, SimulatedFederation, select
+from fedbilevel.engine.simulated_cohort import SimulatedCohort, select
+from fedbilevel.engine.simulator import SimulatedFederation
 from fedbilevel.fed.cohort import Cohort
 from fedbilevel.fed.ledger import Counts
 from fedbilevel.fed.loop import trace_once, zeros

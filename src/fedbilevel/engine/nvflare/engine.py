@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Self
 
-from fedbilevel.data.clients import Clients, DataError
+from fedbilevel.data.clients import Clients
+from fedbilevel.data.error import DataError
 from fedbilevel.engine.base import Engine, Session, Stepper, check_dropout
 from fedbilevel.engine.configuration import configuration, refuse_inside_client
 from fedbilevel.engine.hurry import REMEMBERED, Exchanges, check_deadline
