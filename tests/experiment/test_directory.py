@@ -1,5 +1,6 @@
 """A run's folder: what is kept, and what is recognised as damaged or foreign."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -56,6 +57,27 @@ def test_a_running_folder_can_be_read(tmp_path: Any) -> None:
     run = read_run(tmp_path / "run")
     assert (run.status, run.name, run.seed, len(run.rows)) == ("running", "tiny", 0, 6)
     assert all(row["seconds"] >= 0 for row in run.rows)
+
+
+def not_json(word: str) -> None:
+    raise AssertionError(f"{word} is no JSON")
+
+
+def test_what_is_not_finite_is_null_for_programs_that_know_json_only(tmp_path: Any) -> None:
+    directory, wanted = Directory(tmp_path / "run"), plan(tmp_path)
+    problem, clients, algorithm, *_ = build(wanted)
+    odd = {"lost": lambda x, y: x[0] * np.nan, "large": lambda x, y: x[0] * np.inf}
+    problem = dataclasses.replace(problem, metrics=odd, client_metrics={"far": lambda x, *_: -x[0] * np.inf})
+    directory.begin(wanted)
+    solve(problem, clients, algorithm, 2, callback=directory.record)
+    for name, seen in (
+        ("history.jsonl", {"lost": None, "large": None}),
+        ("clients.jsonl", {"far": [None] * 3}),
+    ):
+        lines = (tmp_path / "run" / name).read_text().splitlines()
+        read = [json.loads(line, parse_constant=not_json) for line in lines]
+        assert [{key: row[key] for key in seen} for row in read] == [seen] * 3
+    assert np.isnan(read_run(tmp_path / "run").rows.column("large")).all()
 
 
 def test_seconds_go_on_from_where_they_were(tmp_path: Any) -> None:

@@ -30,6 +30,7 @@ import jax
 import numpy as np
 
 from fedbilevel.experiment.config import Plan
+from fedbilevel.experiment.jsonl import line
 from fedbilevel.experiment.loop import Evaluation
 from fedbilevel.experiment.record import History, Result, load, written
 from fedbilevel.experiment.recorded import FORMAT, RunError
@@ -135,12 +136,12 @@ class Directory:
         for row in history:
             seconds = spent.get(row["step"], seconds)
             rows.append(row | {"seconds": seconds})
-        self._write("history.jsonl", "".join(map(_line, rows)))
+        self._write("history.jsonl", "".join(map(line, rows)))
         values = [
             _client_row(row["step"], each) for row, each in zip(history, history.per_client, strict=True)
         ]
         if any(history.per_client):
-            self._write("clients.jsonl", "".join(map(_line, values)))
+            self._write("clients.jsonl", "".join(map(line, values)))
         else:
             (self.path / "clients.jsonl").unlink(missing_ok=True)
         self._rows, self._since = len(rows), time.monotonic() - seconds
@@ -148,9 +149,9 @@ class Directory:
     def _readable(self, name: str) -> Iterator[dict[str, Any]]:
         """The rows of a file up to the first that cannot be read."""
         file = self.path / name
-        for line in file.read_text(errors="replace").splitlines() if file.exists() else []:
+        for text in file.read_text(errors="replace").splitlines() if file.exists() else []:
             try:
-                row = json.loads(line)
+                row = json.loads(text)
                 yield {"step": row["step"], "seconds": row["seconds"]}
             except (ValueError, KeyError, TypeError):
                 return
@@ -247,11 +248,7 @@ class Directory:
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
         with open(self.path / name, "a") as file:
-            file.write(_line(row))
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(row) + "\n"
+            file.write(line(row))
 
 
 def _client_row(step: float, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -84,8 +84,9 @@ def summary(values: Mapping[str, npt.NDArray[Any]], samples: Mapping[str, npt.ND
         high = higher_is_better(name)
         column, sizes = (column, samples[name]) if len(column) else (np.array([np.nan]), np.ones(1))
         worst = np.min(column) if high else np.max(column)
-        tenth = np.percentile(column, 10 if high else 90)
-        numbers = (np.mean(column), worst, tenth, np.average(column, weights=sizes))
+        with np.errstate(invalid="ignore"):  # what lies between infinities is a NaN, and nothing to warn of
+            tenth = np.percentile(column, 10 if high else 90)
+            numbers = (np.mean(column), worst, tenth, np.average(column, weights=sizes))
         row |= {f"{name}_{kind}": float(v) for kind, v in zip(SUMMARIES, numbers, strict=True)}
     return row
 

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedbilevel.experiment.best import Row
+from fedbilevel.experiment.jsonl import parsed
 from fedbilevel.experiment.record import History
 from fedbilevel.fed.ledger import SIMULATED_SECONDS, Ledger
 
@@ -102,7 +103,7 @@ def _read_history(file: pathlib.Path) -> History:
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line.decode("utf-8"))
+            row = parsed(line.decode("utf-8"))
         except ValueError as error:
             if number == len(lines):
                 break

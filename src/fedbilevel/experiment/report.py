@@ -17,7 +17,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from rich import box
@@ -27,6 +27,7 @@ from rich.text import Text
 
 from fedbilevel.experiment.best import higher_is_better, recorded_best
 from fedbilevel.experiment.directory import NOT_APPLICABLE, Directory
+from fedbilevel.experiment.jsonl import standard
 from fedbilevel.experiment.recorded import (
     Numbers,
     RecordedRun,
@@ -145,7 +146,7 @@ class Comparison:
 
     def to_json(self) -> str:
         """The same as JSON text; a number that is not finite is null."""
-        return json.dumps(_finite(dataclasses.asdict(self)), indent=2, allow_nan=False)
+        return json.dumps(standard(dataclasses.asdict(self)), indent=2, allow_nan=False)
 
 
 def plain(table: Table) -> str:
@@ -157,15 +158,6 @@ def plain(table: Table) -> str:
     Console(file=text, width=10_000, color_system=None).print(table)
     lines = [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
     return "\n".join([title, *lines, *caption.splitlines()])
-
-
-def _finite(value: Any) -> Any:
-    """A tree of plain values with None for every NaN and infinity, which JSON cannot express."""
-    if isinstance(value, dict):
-        return {name: _finite(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def compare(
