@@ -55,6 +55,12 @@ def test_a_long_step_is_made_once(tmp_path: Any, monkeypatch: Any, long: float, 
     assert ("at most" in str(found)) == ("with its compilation" in str(found)) == found.once
 
 
+def test_a_run_of_no_steps_makes_none(tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(SimulatedSession, "advance", lambda *_: pytest.fail("a step was made"))
+    found = estimate(plan(tmp_path, steps=0))
+    assert (found.step, found.spent.bytes, found.seconds) == (0, 0, found.preparation)
+
+
 def test_it_says_so_in_words() -> None:
     ledger = Ledger(3, {"x": 1_000_000}, {"y": 500_000}, {}, {}, 0)
     text = str(Estimate(10.0, 0.5, 1.0, ledger, Ledger(7, {"x": 10**6}), False, 200, 50, 2**30))

@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -77,10 +77,20 @@ class Estimate:
         return "; the first step already DIVERGES" if self.diverged else ""
 
 
+class _Trial(NamedTuple):
+    """What one step took, in seconds: to compile it, to make it, to evaluate where it led; and its cost."""
+
+    compilation: float = 0.0
+    step: float = 0.0
+    evaluation: float = 0.0
+    spent: Ledger = Ledger()
+    once: bool = False
+
+
 def estimate(plan: Plan) -> Estimate:
     """Build a run, do one step (a short one twice: the first time it is compiled) and evaluate it.
 
-    Writes nothing.
+    A run of no steps is only begun. Writes nothing.
     """
     began = time.perf_counter()
     with jax.enable_x64(plan.config["precision"] == "float64"):
@@ -92,21 +102,24 @@ def estimate(plan: Plan) -> Estimate:
         with engine.connect(problem, clients, algorithm, evaluate.probes) as session:
             run = Run(algorithm, session, evaluate, plan.seed, cost, best=best)
             run.begin()
-            before = run.ledger
-
-            def advance() -> Any:
-                return session.advance(run.state, run.key, 0, 1, room(every, steps))
-
-            ready_after = time.perf_counter() - began
-            first, block = _timed(advance)
-            once = first > LONG
-            step = first if once else _timed(advance)[0]
-            evaluation, _ = _timed(lambda: run.take(block))
-    preparation = ready_after + (0 if once else first)
+            before, preparation = run.ledger, time.perf_counter() - began
+            trial = _tried(run, room(every, steps)) if steps else _Trial()
     return Estimate(
-        *(preparation, step, evaluation, Ledger.from_counts(block.counts), before, run.diverged),
-        *(steps, -(-steps // every), _memory(), once),
+        *(preparation + trial.compilation, trial.step, trial.evaluation, trial.spent, before, run.diverged),
+        *(steps, -(-steps // every), _memory(), trial.once),
     )
+
+
+def _tried(run: Run, capacity: int) -> _Trial:
+    """The first step of a run, made and evaluated."""
+    state = run.state
+    first, block = _timed(lambda: run.session.advance(state, run.key, 0, 1, capacity))
+    evaluation, _ = _timed(lambda: run.take(block))
+    spent = Ledger.from_counts(block.counts)
+    if first > LONG:
+        return _Trial(0.0, first, evaluation, spent, once=True)
+    step, _ = _timed(lambda: run.session.advance(state, run.key, 0, 1, capacity))
+    return _Trial(first, step, evaluation, spent)
 
 
 def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
