@@ -152,3 +152,9 @@ def test_in_clients_processes_the_error_says_what_to_use() -> None:
     q = quadratic()
     with pytest.raises(PortableError, match=r"closure.*use fedbilevel\.Adam\(\.\.\.\)"):
         fb.solve(q.problem(metrics={}), q.clients(), pdbo(optax.adam(0.1)), 1, engine=fb.Process())
+
+
+def test_default_optimisers_say_what_they_are() -> None:
+    pdbo = fb.PDBO(fb.links.Ring(), 0.1, 2, terms=2)
+    assert repr(pdbo.upper) == "adam(learning_rate=0.1, b1=0.9, b2=0.999, eps=1e-08, penalty=0.0)"
+    assert repr(fb.FedSep(fb.LinearSketch(2)).learn) == "sgd(learning_rate=0.1, penalty=0.0)"

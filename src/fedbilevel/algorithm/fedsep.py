@@ -20,7 +20,7 @@ from fedbilevel.fed.place import Kept
 from fedbilevel.fed.program import Program
 from fedbilevel.local.decode import Decoder, EachDecoder
 from fedbilevel.local.learn import Learn
-from fedbilevel.local.optimizer import Optimizer, optimizer
+from fedbilevel.local.optimizer import SGD, Optimizer, optimizer
 from fedbilevel.local.work import Amount, amount, check_amounts, of_client
 from fedbilevel.problem.base import Problem, ProblemError, objective
 from fedbilevel.problem.oracle import Client
@@ -138,7 +138,7 @@ class FedSep(Algorithm[Separated]):
     """
 
     decoder: Decoder
-    learn: Optimizer = eqx.field(converter=optimizer)
+    learn: Optimizer = eqx.field(converter=optimizer, default=SGD(0.1))
     learn_steps: Amount = eqx.field(static=True, converter=amount, default=5)
     server_lr: Any = eqx.field(converter=_rate_or_auto, default=1.0)
     cohort: int | None = eqx.field(static=True, default=None)

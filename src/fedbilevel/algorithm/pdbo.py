@@ -20,7 +20,7 @@ from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.network import Links, Network, check_all_answer, check_links, check_push_sum
 from fedbilevel.fed.place import At, Kept
 from fedbilevel.fed.program import Program
-from fedbilevel.local.optimizer import Optimizer, optimizer
+from fedbilevel.local.optimizer import Adam, Optimizer, optimizer
 from fedbilevel.local.push_sum import Displaced, ReceivingWeights, Restart
 from fedbilevel.local.work import check_count
 from fedbilevel.number import whole
@@ -107,7 +107,7 @@ class PDBO(Algorithm[PersonalState]):
     links: Links
     lower_lr: Rate = eqx.field(converter=rate)
     lower_steps: int = eqx.field(static=True, converter=whole)
-    upper: Optimizer = eqx.field(converter=optimizer)
+    upper: Optimizer = eqx.field(converter=optimizer, default=Adam(0.1))
     terms: int | None = eqx.field(static=True, converter=whole, default=None)
     alpha: Any = 0.9
     beta: Any = 0.1

@@ -50,6 +50,10 @@ class Named(Optimizer):
         rule = getattr(optax, self.name)(**self.settings)
         return optax.chain(optax.add_decayed_weights(self.penalty), rule)
 
+    def __repr__(self) -> str:
+        settings = self.settings | {"penalty": self.penalty}
+        return f"{self.name}({', '.join(f'{name}={value}' for name, value in settings.items())})"
+
 
 class PerBlock(Optimizer):
     """Another rule for every block of the parameters, by their first key.
