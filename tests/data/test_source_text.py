@@ -67,6 +67,35 @@ def test_length_stride_and_share_are_settings(tmp_path: pathlib.Path) -> None:
     assert len(dataset.test["labels"]) == 0
 
 
+def test_load_reads_windows_of_a_given_length(tmp_path: pathlib.Path) -> None:
+    role_file(tmp_path / "shakespeare.tsv", ("a", "X", LONG))
+    dataset = load("shakespeare", tmp_path, read={"length": 200, "stride": 50})
+    cut = int(0.8 * len(LONG))
+    starts = range(0, cut - 200, 50)
+    assert [text_of(dataset, row) for row in dataset.train["inputs"]] == [LONG[s : s + 200] for s in starts]
+
+
+REFUSED = {
+    "lenght": (200, r"'lenght' is no setting.*did you mean 'length'\? there are length, stride, training"),
+    "length": (0, "length is 0; it must be a whole number of at least 1"),
+    "stride": (True, "stride is True; it must be a whole number of at least 1"),
+    "training": (1.5, r"training is 1\.5; it must be a share above 0 and at most 1"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_that_make_no_sense_are_refused(tmp_path: pathlib.Path, name: str) -> None:
+    role_file(tmp_path / "shakespeare.tsv", ("a", "X", LONG))
+    value, message = REFUSED[name]
+    with pytest.raises(DataError, match=message):
+        load("shakespeare", tmp_path, read={name: value})
+
+
+def test_what_is_read_in_one_way_only_takes_no_settings() -> None:
+    with pytest.raises(DataError, match=r"'length' is no setting.*read in one way only: leave it out"):
+        load("mnist-mini", read={"length": 200})
+
+
 def test_every_code_point_is_one_character(tmp_path: pathlib.Path) -> None:
     path = role_file(tmp_path / "roles.tsv", ("a", "X", "é𝄞aé𝄞a"))
     dataset = Roles(length=1, stride=1, training=1)(path)

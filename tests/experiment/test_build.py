@@ -158,6 +158,8 @@ MISTAKES = {
         ('[data.partition]\nkind = "Shards"\nclients = 4\neach = 2\n', ""),
         r"data\.partition is missing",
     ),
+    "reading": (("batch_size", "read = 3\nbatch_size"), r"data\.read is 3; it must be a table"),
+    "reading it": (("batch_size", "read.length = 9\nbatch_size"), "'length' is no setting of how"),
     "no name": (('name = "mnist-mini"\n', ""), r"data\.name is missing"),
     "split": (("[data.split]\nvalidation = 0.2", "[data.split]\nvalidation = 2.0"), "validation"),
     "split key": (("validation", "validaton"), r"no data\.split\.validaton; did you mean 'validation'"),

@@ -34,11 +34,12 @@ from fedbilevel.problem.base import Problem
 from fedbilevel.problem.cleaning import block_length, training_truth
 from fedbilevel.problem.loss_tuning import class_weights
 
-_OURS = ("name", "dir", "public")
+_OURS = ("name", "dir", "read", "public")
 """Keys of `[data]` that `federate` does not see."""
 _DATA = {*inspect.signature(federate).parameters, *_OURS} - {"dataset", "collect"}
 _IMPLIED = {"split": "Split", "long_tail": "LongTail", "noise": "LabelNoise"}
 """Tables of `[data]` that can only be of one kind."""
+_TABLES = (*_IMPLIED, "read")
 
 
 class Data(NamedTuple):
@@ -113,12 +114,12 @@ def _data(text: str, precision: str) -> Data:
     for key in ("name", "partition"):
         if key not in table:
             raise ConfigError(f"data.{key} is missing")
-    for key in _IMPLIED:
+    for key in _TABLES:
         if not isinstance(table.get(key, {}), dict):
             raise ConfigError(f"data.{key} is {table[key]!r}; it must be a table, see `fedbilevel.data`")
     table |= {key: {"kind": kind} | table[key] for key, kind in _IMPLIED.items() if key in table}
     arguments = {key: nested(value, f"data.{key}") for key, value in table.items() if key not in _OURS}
-    dataset, public = load(table["name"], table.get("dir")), None
+    dataset, public = load(table["name"], table.get("dir"), table.get("read")), None
     if "public" in table:
         dataset, public = set_aside(dataset, table["public"], table.get("seed", 0))
     clients = federate(dataset, **arguments, collect=indexed_clients if several() else None)

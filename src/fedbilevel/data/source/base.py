@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,10 +24,27 @@ class Form:
         files: names of the files that are needed, all in one folder, each plain or with `.gz` appended; a
             name that ends in `/` is a folder. Empty: the set comes with a package and needs no files.
         read: `read(*paths)` makes the data set of these files, in the same order.
+        settings: fields of `read` that `load` can be given other values for.
     """
 
     files: tuple[str, ...]
     read: Callable[..., Dataset]
+    settings: tuple[str, ...] = ()
+
+    def reader(self, given: Mapping[str, Any]) -> Callable[..., Dataset]:
+        """`read` with some of its settings changed; an unknown one is an error that tells the nearest."""
+        for name in given:
+            if name not in self.settings:
+                raise DataError(f"{name!r} is no setting of how these files are read; {self._known(name)}")
+        changed: Any = self.read
+        return dataclasses.replace(changed, **given) if given else self.read
+
+    def _known(self, name: str) -> str:
+        if not self.settings:
+            return "they are read in one way only: leave it out"
+        near = difflib.get_close_matches(name, self.settings, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        return f"{hint}there are {', '.join(self.settings)}"
 
 
 @dataclasses.dataclass(frozen=True)

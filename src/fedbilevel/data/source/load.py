@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from fedbilevel.data.dataset import Dataset
 from fedbilevel.data.error import DataError
@@ -10,7 +12,9 @@ from fedbilevel.data.source.folder import locate, missing, roots
 from fedbilevel.data.source.registry import source_of
 
 
-def load(name: str, dir: str | os.PathLike[str] | None = None) -> Dataset:
+def load(
+    name: str, dir: str | os.PathLike[str] | None = None, read: Mapping[str, Any] | None = None
+) -> Dataset:
     """A data set by its name, read from files on this computer; nothing is downloaded or written.
 
     Args:
@@ -18,11 +22,13 @@ def load(name: str, dir: str | os.PathLike[str] | None = None) -> Dataset:
         dir: the only folder to look in. Default: the folder named by the environment variable
             `FEDBILEVEL_DATA`, then the user's cache folder, where `get` puts downloads. In a folder, files
             are looked for in a sub-folder named like the set, in the usual sub-folders, and at the top.
+        read: how files are read, where that can be done in several ways: text of `shakespeare` has `length`,
+            `stride` and `training` (see `fedbilevel.data.source.text.Roles`).
 
     Raises:
         DataMissingError: files are missing; the message says which, where they were looked for, and how to
             get them.
-        DataError: the name is unknown, or a file is damaged.
+        DataError: the name or a setting is unknown, or a file is damaged.
 
     >>> mini = load("mnist-mini")
     >>> mini.train["inputs"].shape, mini.test["inputs"].shape, len(mini.classes)
@@ -33,7 +39,7 @@ def load(name: str, dir: str | os.PathLike[str] | None = None) -> Dataset:
     if found is None:
         raise missing(source, folders)
     form, paths = found
-    dataset = form.read(*paths)
+    dataset = form.reader(read or {})(*paths)
     _check_labels(dataset, ", ".join(map(str, paths)))
     return dataset
 

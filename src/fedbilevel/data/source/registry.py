@@ -225,14 +225,14 @@ _ROLES = tuple(
 
 _SHAKESPEARE = Source(
     name="shakespeare",
-    description="the next character after 80, one client a role of the plays",
+    description="the next character after 80 (or `length` others), one client a role of the plays",
     licence="public domain",
     reference="Caldas et al.: LEAF, a benchmark for federated settings. arXiv:1812.01097, 2018",
     size="about 2 MB on disk as role text, 140 MB in memory",
     by_hand="put a text of lines `play TAB role TAB speech`, called shakespeare_roles.tsv, or LEAF's folders "
     "train and test of JSON files into a sub-folder shakespeare of the data folder",
     forms=(
-        *(Form((file,), text.Roles()) for file in _ROLES),
+        *(Form((file,), text.Roles(), ("length", "stride", "training")) for file in _ROLES),
         # Last, because folders of these names may hold anything.
         Form(("train/", "test/"), text.read_leaf),
     ),

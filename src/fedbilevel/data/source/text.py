@@ -1,4 +1,4 @@
-"""Shakespeare, one client a role: predict the next character from the 80 before it."""
+"""Shakespeare, one client a role: predict the next character from those before it."""
 
 from __future__ import annotations
 
@@ -30,13 +30,21 @@ class Roles:
     Attributes:
         length: characters in a window.
         stride: how far each window lies after the last. With 1, as in LEAF, every character is once a label,
-            at the price of 80 integers for each of them (1.3 GB for all plays).
+            at the price of `length` integers for each of them (1.3 GB for all plays and 80).
         training: share of a role's text for training.
     """
 
     length: int = 80
     stride: int = 10
     training: int | float = 0.8
+
+    def __post_init__(self) -> None:
+        for name in ("length", "stride"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+                raise DataError(f"{name} is {getattr(self, name)!r}; it must be a whole number of at least 1")
+        share: Any = self.training
+        if not isinstance(share, int | float) or not 0 < share <= 1:
+            raise DataError(f"training is {share!r}; it must be a share above 0 and at most 1")
 
     def __call__(self, path: pathlib.Path) -> Dataset:
         """The data set of one file."""
