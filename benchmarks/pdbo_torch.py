@@ -3,8 +3,8 @@
 The `TwoLayerCNN` on images of 28 × 28 pixels, links that come and go, hypergradient push with reduced
 variance, batches of 32, T = 60 lower steps and M = 20 rounds: minutes. One node after another on our side too
 (`chunk=1`), which is what the simulator advises for convolutions on a CPU. How near our step is to the speed
-of a matrix product, and how near one would be that is three times as fast as PyTorch's. Then our step with 10
-and 100 nodes: time for each node.
+of a matrix product, how near one would be that is three times as fast as PyTorch's, and how fast the step's
+matrix products are by themselves. Then our step with 10 and 100 nodes: time for each node.
 
     python benchmarks/pdbo_torch.py [nodes] [lower_steps] [terms]
 """
@@ -19,16 +19,14 @@ import jax.random as jr
 import torch
 import torch.nn.functional as F
 from pdbo import INPUTS, begun, method, nodes, outer_step
+from pdbo_work import CLASSES, SAMPLES, needed, seconds_alone
 from roofline import SQUARE, flops, products
 from timing import best_seconds, figure
 
 import fedbilevel as fb
 
-CLASSES, SAMPLES = 62, 32
 LOWER_LR, UPPER_LR, PENALTY, KEEP, RENEW = 0.05, 0.1, 0.001, 0.9, 0.1
 FEW, MANY = 10, 100
-LAYERS = 2 * 24**2 * 25 * 32, 2 * 8**2 * 800 * 64, 2 * 1024 * 2048, 2 * 2048 * CLASSES
-"""FLOPs of each layer for one sample."""
 TIMES_AS_FAST = 3
 Tensors = tuple[torch.Tensor, ...]
 
@@ -139,19 +137,6 @@ def moved(a: Tensors, lr: float, direction: Tensors) -> Tensors:
     return tuple(p - lr * d for p, d in zip(a, direction, strict=True))
 
 
-def needed(count: int, lower_steps: int, terms: int) -> float:
-    """FLOPs of the dense matrix products of an outer step, all nodes together.
-
-    A gradient needs every layer forth, back to its weights, and, but for the first, back to its inputs. Two
-    products with the Hessian share the network forth and back to the inputs; each of them then needs two
-    products of the same size forth, two back to the weights and two back to the inputs. In the first layer,
-    whose inputs do not change, it needs one forth and one back.
-    """
-    first, rest = LAYERS[0], sum(LAYERS[1:])
-    gradient, two_products = 2 * first + 3 * rest, 5 * first + 14 * rest
-    return count * SAMPLES * ((lower_steps + 1) * gradient + terms * two_products)
-
-
 def our_step(count: int, lower_steps: int, terms: int) -> Any:
     """Our outer step and what it is called with."""
     problem = fb.ClassWeights(fb.TwoLayerCNN(CLASSES), inputs=INPUTS, classes=CLASSES, penalty=PENALTY)
@@ -184,6 +169,7 @@ def main(count: int = 10, lower_steps: int = 60, terms: int = 20) -> None:
     ours = our_seconds(*sizes)
     theirs = [compared(ours, their_seconds(*sizes, threads), count, threads) for threads in (1, 2)]
     roofline(ours, min(theirs), needed(*sizes), count)
+    products_alone(ours, min(theirs), *sizes)
     growth()
 
 
@@ -205,6 +191,15 @@ def roofline(ours: float, theirs: float, work: float, count: int) -> None:
     }
     what = f"PDBO step of {count} nodes, FLOP/s over a matrix product's of 2048 × 2048"
     figure(what, work / ours / square, **about)
+
+
+def products_alone(ours: float, theirs: float, *sizes: int) -> None:
+    """Print how many times as fast as PyTorch's best a step would be that is nothing but its products."""
+    alone = seconds_alone(*sizes)
+    what = (
+        f"the matrix products of a PDBO step of {sizes[0]} nodes alone, times as fast as PyTorch's best step"
+    )
+    figure(what, theirs / alone, seconds={"products": round(alone, 2), "our step": round(ours, 2)})
 
 
 def growth() -> None:

@@ -130,10 +130,10 @@ def test_a_round_of_feddst_in_which_masks_change(gradient):
     assert_close(after.y, averaged(y, trained))
 
 
-def warmed_up(y, gradient):
+def warmed_up(y, gradient, who=range(CLIENTS)):
     """The mean of whole models after some steps, and for every width the mean shares of the leaves."""
     models, shares = [], {ratio: [] for ratio in set(RATIOS)}
-    for client in range(CLIENTS):
+    for client in who:
         theta = dict(y)
         for _ in range(WARM_STEPS):
             direction = gradient(theta, client)
@@ -180,3 +180,18 @@ def test_a_round_of_flash(gradient):
         for name in NAMES:
             np.testing.assert_array_equal(kept[name], mask[name])
     assert_close(after.y, averaged(y, trained))
+
+
+def test_some_clients_warm_flash_up_and_all_get_masks(gradient):
+    method = fb.Flash(fb.SGD(LR), WARM_STEPS, warm_cohort=1, ratios=RATIOS, learn_steps=STEPS)
+    before, y0 = seen_by_round(method, 1)[0], problem().y0
+    alone = [warmed_up(arrays(y0), gradient, [client]) for client in range(CLIENTS)]
+    drawn = [y for y, _ in alone if np.allclose(before.y["first"], y["first"], atol=1e-12)]
+    assert len(drawn) == 1
+    assert before.ledger.down["warm"] == 8 * sum(y0[name].size for name in NAMES)
+    assert before.ledger.down["masks"] == CLIENTS * -(-sum(y0[name].size for name in WEIGHTS) // 8)
+
+
+def test_a_warm_up_by_nobody_is_refused():
+    with pytest.raises(ValueError, match="warm_cohort is 0; it must be a whole number of at least 1"):
+        fb.Flash(fb.SGD(LR), warm_cohort=0)

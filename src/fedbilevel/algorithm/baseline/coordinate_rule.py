@@ -14,6 +14,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.random as jr
 import numpy as np
 
 from fedbilevel.algorithm.baseline.mask_rule import MaskRule, Parts, Share, Train
@@ -150,16 +151,19 @@ class Sensitive(CoordinateRule):
     ledger); what clients keep are these bits.
 
     Attributes:
-        warm_steps: how many steps all clients train the whole model before the first round.
+        warm_steps: how many steps clients train the whole model before the first round.
+        warm_cohort: how many clients do; None: all.
     """
 
     warm_steps: int = eqx.field(static=True, default=10)
+    warm_cohort: int | None = eqx.field(static=True, default=None)
 
     def first(self, fed: Federation, parts: Parts, work: Train, key: jax.Array) -> tuple[PyTree, Kept | None]:
         everyone, levels = fed.everyone, sorted(set(parts.ratios))
-        there = everyone.agreed(fed.problem.constraint(fed.problem.x0)), everyone.send(fed.problem.y0, "warm")
+        warm = fed.cohort(jr.fold_in(key, 1), self.warm_cohort)
+        there = warm.agreed(fed.problem.constraint(fed.problem.x0)), warm.send(fed.problem.y0, "warm")
         whole = Train(Everything(), parts, Learn(work.learn.rule, self.warm_steps), 0)
-        y, shares = everyone.mean(everyone.run(WarmUp(whole, tuple(levels)), *there, key=key), "warm")
+        y, shares = warm.mean(warm.run(WarmUp(whole, tuple(levels)), *there, key=key), "warm")
         masks = [_dense_where(y, shares[place], parts.kernels, own) for place, own in enumerate(levels)]
         own = np.asarray([levels.index(ratio) for ratio in parts.ratios])
         bits = jnp.stack([packed(mask) for mask in masks])[own]

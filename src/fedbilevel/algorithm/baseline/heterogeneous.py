@@ -191,13 +191,13 @@ def FedDST(
 
 
 @decides("rule")
-def Flash(learn: Any, warm_steps: int = 10, **options: Any) -> Heterogeneous:
+def Flash(learn: Any, warm_steps: int = 10, warm_cohort: int | None = None, **options: Any) -> Heterogeneous:
     """Fixed sparse masks, whose density in every layer is what clients found it to need in a warm-up.
 
-    All clients train the whole model for some steps before the first round, and report how the largest of
+    Some clients train the whole model for some steps before the first round, and report how the largest of
     its weights divide among the layers; the server averages models and shares, and holds the largest weights
-    of every layer in those shares. The warm-up costs a whole model each way, and a mask, sent once: one bit
-    for each weight.
+    of every layer in those shares. The warm-up costs each of them a whole model each way; every client gets a
+    mask, once: one bit for each weight.
 
     Simplified: the warm-up trains densely (the paper's clients already search a sparse model); the masks stay
     (its variant with masks that are fixed after the first stage).
@@ -205,9 +205,12 @@ def Flash(learn: Any, warm_steps: int = 10, **options: Any) -> Heterogeneous:
     Args:
         learn, **options: as for `Heterogeneous`.
         warm_steps: steps of the warm-up.
+        warm_cohort: clients that make it, drawn at random; None: all.
 
     Reference: S. Babakniya et al., Federated sparse training: lottery aware model compression for resource
     constrained edge, arXiv:2208.13092, 2022.
     """
     check_count("warm_steps", warm_steps)
-    return Heterogeneous(learn, Sensitive(warm_steps), **options)
+    if warm_cohort is not None:
+        check_count("warm_cohort", warm_cohort)
+    return Heterogeneous(learn, Sensitive(warm_steps, warm_cohort), **options)
