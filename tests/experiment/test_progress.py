@@ -62,3 +62,13 @@ def test_a_run_ticks_to_its_last_step_also_if_it_goes_on(monkeypatch: Any) -> No
     text = sys.stderr.getvalue()  # type: ignore[attr-defined]
     assert "7/7" in text
     assert "error" in text
+
+
+def test_the_bar_is_there_while_a_run_begins(monkeypatch: Any) -> None:
+    known, terminal = Saddle.random(jax.random.key(0), 3, 2), Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "150")
+    seen: list[str] = []
+    first = {"callback": lambda now: seen.append(terminal.getvalue())}
+    solve(known.problem(), known.clients(), FedAvgS(0.05, 0.1), 2, every=2, **first)
+    assert "0/2" in seen[0], "the first evaluation is of the start"

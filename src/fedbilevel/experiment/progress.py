@@ -8,7 +8,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TypeAlias
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from fedbilevel.fed.ledger import Ledger
 
@@ -20,7 +27,9 @@ _COSTS = {*Ledger(seconds=0.0).columns(), "step"}
 
 @contextlib.contextmanager
 def progress_bar(shown: bool | None, steps: int, title: str = "steps", done: int = 0) -> Iterator[Tick]:
-    """Steps, steps a second, metrics, megabytes sent and the time left; on standard error.
+    """Steps, metrics, megabytes sent, steps a second, the time so far and the time left; on standard error.
+
+    The time goes on while a start or a step, which may take hours, has not ended.
 
     Args:
         shown: whether; None: when standard error is a terminal.
@@ -30,7 +39,7 @@ def progress_bar(shown: bool | None, steps: int, title: str = "steps", done: int
     """
     columns = (
         *(TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn()),
-        *(TextColumn("{task.fields[news]}"), TimeRemainingColumn()),
+        *(TextColumn("{task.fields[news]}"), TimeElapsedColumn(), TextColumn("/"), TimeRemainingColumn()),
     )
     hidden = not (sys.stderr.isatty() if shown is None else shown)
     with Progress(*columns, console=Console(stderr=True), disable=hidden) as bar:

@@ -71,8 +71,9 @@ def solve(
         algorithm, smoothness, spent = ready(where, problem, clients, algorithm, seed, start)
         session = stack.enter_context(where.connect(problem, clients, algorithm, evaluate.probes))
         run = Run(algorithm, session, evaluate, seed, spent, start, smoothness, best, callback)
+        done = 0 if start is None else start.steps
+        tick = stack.enter_context(progress_bar(progress, done + steps, done=done))
         run.begin()
-        tick = stack.enter_context(progress_bar(progress, run.step + steps, done=run.step))
         _go(run, steps, every or usual_interval(steps), tick)
         run.warn(clients)
         return run.result()

@@ -117,10 +117,9 @@ def _together(
             solve(**settings, steps=steps, every=every, measure=measure, engine=engine, progress=progress)
         ]
     with contextlib.ExitStack() as stack:
+        done = 0 if jobs[0].start is None else jobs[0].start.steps
+        tick = stack.enter_context(progress_bar(progress, done + steps, f"{len(jobs)} runs", done))
         runs = [stack.enter_context(_begun(engine, job, steps, every, measure)) for job in jobs]
-        tick = stack.enter_context(
-            progress_bar(progress, runs[0].step + steps, f"{len(runs)} runs", runs[0].step)
-        )
         _go(runs, steps, every or usual_interval(steps), tick)
         for run, job in zip(runs, jobs, strict=True):
             run.warn(job.clients)
