@@ -110,7 +110,7 @@ def test_a_client_holds_its_share_and_learns_it_on_its_own_data():
         other = decoder.decoded(client(1), x, memory, ()).y
         return first, again, other, meter.counts
 
-    (y, first, held), (same, second, _), other, counts = rounds(x, memory)
+    (y, first, held, _), (same, second, *_), other, counts = rounds(x, memory)
     held_by = [np.any(np.asarray(one["first"]) != 0, axis=0) for one in (y, other)]
     assert [own.sum() for own in held_by] == [4, 2]
     for name in x:

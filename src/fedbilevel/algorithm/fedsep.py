@@ -18,7 +18,7 @@ from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.loop import branch
 from fedbilevel.fed.place import Kept
 from fedbilevel.fed.program import Program
-from fedbilevel.local.decode import Decoder, EachDecoder
+from fedbilevel.local.decode import Decoded, Decoder, EachDecoder
 from fedbilevel.local.learn import Learn
 from fedbilevel.local.optimizer import SGD, Optimizer, optimizer
 from fedbilevel.local.work import Amount, amount, check_amounts, of_client
@@ -63,11 +63,17 @@ class DecodeLearnEncode(Program):
     def __call__(self, me: Client, *values: Any) -> PyTree:
         x, shared, memory = values
         _check_of_y_alone(me)
-        y, memory, held = self.decoder.decoded(me.rekeyed(0), x, memory, shared)
-        change = sub(self.learn(me.rekeyed(1), x, y, held), y)
+        decoded = self.decoder.decoded(me.rekeyed(0), x, memory, shared)
+        y, memory, held, _ = decoded
+        change = sub(self._learnt(me.rekeyed(1), x, decoded), y)
         encoded = self.decoder.encode(me.rekeyed(2), x, y, change, shared)
         say = held if self.decoder.over_holders else ()
         return (encoded, say), y if self.decoder.shown else (), memory
+
+    def _learnt(self, me: Client, x: PyTree, decoded: Decoded) -> PyTree:
+        if decoded.part is None:
+            return self.learn(me, x, decoded.y, decoded.held)
+        return decoded.part.trained(lambda small: self.learn(me, x, small), decoded.y)
 
 
 class EachDecodeLearnEncode(Program):

@@ -15,6 +15,7 @@ from fedbilevel.adjoint.neumann import Neumann
 from fedbilevel.fed.codec import Codec
 from fedbilevel.fed.loop import branch, repeat
 from fedbilevel.local.descent import Descent
+from fedbilevel.local.narrow import Narrow
 from fedbilevel.local.work import Amount, Work, amount, check_amounts, of_client
 from fedbilevel.number import check_positive, whole
 from fedbilevel.problem.base import Problem
@@ -33,11 +34,13 @@ class Decoded(NamedTuple):
         y: `y_m(x)`.
         memory: what it keeps for its next round; () if nothing.
         held: like y: 1 at the numbers that it holds and trains, 0 elsewhere; None if it holds all.
+        part: what it holds as a small model, which is then trained itself.
     """
 
     y: PyTree
     memory: PyTree = ()
     held: PyTree | None = None
+    part: Narrow | None = None
 
 
 class Decoder(eqx.Module):

@@ -16,6 +16,7 @@ from fedbilevel.fed.ledger import Entry, count
 from fedbilevel.fed.loop import repeat
 from fedbilevel.local.decode import Decoded, Decoder, check_choice
 from fedbilevel.local.mask_net import MaskNet
+from fedbilevel.local.narrow import Narrow
 from fedbilevel.local.optimizer import Named
 from fedbilevel.local.work import check_count
 from fedbilevel.number import check_not_negative, check_positive
@@ -68,6 +69,8 @@ class Submodel(Decoder):
         ratio_seed: draws the ratios.
         kernels: of the parameters y0, with the shape of a sample; None: found in the problem's upper
             objective, and in its samples' `inputs`.
+        narrow: learn with the small model itself, as for `HeteroFL`; not with `soft`. Masks are still learnt
+            on the whole model.
 
     Cost: `mask_steps` calls of f_y in a round with a refreshment; with `full`, encoding is counted as two
     more for each of them. The whole model comes down; a client sends its part, and one bit for each kernel of
@@ -89,6 +92,7 @@ class Submodel(Decoder):
     seed: int = eqx.field(static=True, default=0)
     ratio_seed: int = eqx.field(static=True, default=0)
     kernels: Kernels | None = eqx.field(static=True, default=None)
+    narrow: bool = eqx.field(static=True, default=False)
 
     def __check_init__(self) -> None:
         for name in ("mask_steps", "refresh", "hidden"):
@@ -102,6 +106,10 @@ class Submodel(Decoder):
             )
         if self.soft and not self.full:
             raise ValueError("soft masks are only for `full`, whose encoder knows them; set full=True")
+        if self.soft and self.narrow:
+            raise ValueError(
+                "with soft masks a client holds all kernels: there is no small model; set narrow=False"
+            )
 
     # ------------------------------------------------------------ as a decoder
 
@@ -159,8 +167,11 @@ class Submodel(Decoder):
         """The sub-model: ω times the soft mask of φ, or its best kernels."""
         kernels = self._kernels(me)
         soft = self._net(kernels)(phi)
-        mask = kernels.mask(x, soft if self.soft else self._best(me, kernels, soft))
-        return Decoded(times(mask, x), memory, None if self.soft else mask)
+        if self.soft:
+            return Decoded(times(kernels.mask(x, soft), x), memory)
+        part = self._best(me, kernels, soft)
+        mask = kernels.mask(x, part.keep)
+        return Decoded(times(mask, x), memory, mask, part if self.narrow else None)
 
     # ----------------------------------------------------------- the soft mask
 
@@ -214,11 +225,12 @@ class Submodel(Decoder):
         ratio = jnp.asarray(table, share.dtype)[place]
         return jnp.log(jnp.maximum(share, ratio) / ratio)
 
-    def _best(self, me: Client, kernels: Kernels, soft: Keep) -> Keep:
+    def _best(self, me: Client, kernels: Kernels, soft: Keep) -> Narrow:
         """As many of the best kernels as the client can hold."""
         table, place = own_ratio(self.ratios, me.id, self.ratio_seed)
         counts = jnp.asarray([kernels.counts(ratio) for ratio in table], jnp.int32)[place]
-        return [best(own, counts[name]) for name, own in enumerate(soft)]
+        keep = [best(own, counts[name]) for name, own in enumerate(soft)]
+        return Narrow(kernels, keep, table, place)
 
     def _kernels(self, me: Client) -> Kernels:
         """The kernels of the client's model, with the shape of its samples."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -129,15 +129,34 @@ class Kernels:
 
     def extract(self, parameters: PyTree, keep: Keep) -> PyTree:
         """The parameters of the small model; `keep` must be known, since it decides their shapes."""
+        return self.gather(parameters, [np.flatnonzero(np.asarray(own)) for own in keep])
+
+    def gather(self, parameters: PyTree, places: Sequence[Any]) -> PyTree:
+        """The parameters of the small model with the kernels at these places of every name."""
         leaves, structure = jax.tree.flatten(parameters)
-        small = []
-        for leaf, axes, shape in zip(leaves, self.axes, self.shapes, strict=True):
-            for axis, name in enumerate(axes):
-                if name is not None:
-                    places = np.flatnonzero(np.tile(np.asarray(keep[name]), shape[axis] // self.sizes[name]))
-                    leaf = jnp.take(leaf, places, axis)
-            small.append(leaf)
-        return jax.tree.unflatten(structure, small)
+        for number, leaf in enumerate(leaves):
+            for axis, spots in self._spots(number, places):
+                leaf = jnp.take(leaf, spots, axis)
+            leaves[number] = leaf
+        return jax.tree.unflatten(structure, leaves)
+
+    def scatter(self, small: PyTree, places: Sequence[Any]) -> PyTree:
+        """The numbers of a small model at their places in the whole one, and zeros elsewhere."""
+        leaves, structure = jax.tree.flatten(small)
+        for number, leaf in enumerate(leaves):
+            for axis, spots in self._spots(number, places):
+                whole = jnp.zeros((*leaf.shape[:axis], self.shapes[number][axis], *leaf.shape[axis + 1 :]))
+                leaf = whole.astype(leaf.dtype).at[(slice(None),) * axis + (spots,)].set(leaf)
+            leaves[number] = leaf
+        return jax.tree.unflatten(structure, leaves)
+
+    def _spots(self, number: int, places: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        """The axes of a leaf that are not held whole, and where on each of them the kernels are."""
+        for axis, name in enumerate(self.axes[number]):
+            if name is not None:
+                size = self.sizes[name]
+                starts = size * np.arange(self.shapes[number][axis] // size)
+                yield axis, (starts[:, None] + jnp.asarray(places[name])).ravel()
 
     def cost(self, keep: Keep | float) -> dict[str, Any]:
         """What a sub-model costs; it depends on how many kernels are held, and not on which.

@@ -42,22 +42,33 @@ class TrainAndTell(Program):
     def __call__(self, me: Client, *values: Any) -> PyTree:
         x, y, public = values
         trained, _ = self.train(me, x, y, ())
-        return trained, self.consensus.sent(self.classifier(x, trained["y"], public))
+        part, theta = self.train.part(me), trained["y"]
+
+        def logits(y: PyTree) -> jax.Array:
+            return self.classifier(x, y, public)
+
+        return trained, self.consensus.sent(logits(theta) if part is None else part.small(logits, theta))
 
 
 class Distil(Program):
     """`(x, y, held, public, target) ↦ y`: steps of an optimiser on what `mismatch` says of y's logits.
 
-    Only numbers that are held move. Every step draws so many public samples; None: it takes all.
+    Only numbers that are held move. Every step draws so many public samples; None: it takes all. What the
+    client holds is that of its training (`train`), and may be taught as a small model.
     """
 
     learn: Optimizer
     classifier: Classifier
     steps: int = eqx.field(static=True)
     batch: int | None = eqx.field(static=True)
+    train: Train
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
-        return self.taught(me.key, *values)
+        x, y, held, *rest = values
+        part = self.train.part(me)
+        if part is None:
+            return self.taught(me.key, x, y, held, *rest)
+        return part.trained(lambda small: self.taught(me.key, x, small, _ones(small), *rest), y)
 
     def taught(self, key: jax.Array, *values: Any) -> PyTree:
         """y after the steps."""
@@ -115,6 +126,7 @@ class Distillation(Algorithm[Taught]):
         distil_batch: public samples of a step; None: all.
         cohort: clients in a round; None: all.
         kernels: of the parameters y0; None: found in the problem's upper objective.
+        narrow: clients compute with their small models themselves, as for `Heterogeneous`.
         classifier: `(x, y, inputs) ↦ logits`; None: that of the problem's upper objective, which must be a
             `CrossEntropy`.
 
@@ -136,6 +148,7 @@ class Distillation(Algorithm[Taught]):
     cohort: int | None = eqx.field(static=True, default=None)
     kernels: Kernels | None = eqx.field(static=True, default=None)
     classifier: Classifier | None = None
+    narrow: bool = eqx.field(static=True, default=False)
 
     def __check_init__(self) -> None:
         check_amounts(self, "learn_steps")
@@ -158,13 +171,14 @@ class Distillation(Algorithm[Taught]):
     def _parts(self) -> Heterogeneous:
         """Training and averaging of parts of a model."""
         settings = (self.ratios, self.ratio_seed, self.learn_steps)
-        return Heterogeneous(self.learn, Leading(), *settings, kernels=self.kernels)
+        return Heterogeneous(self.learn, Leading(), *settings, kernels=self.kernels, narrow=self.narrow)
 
     def _programs(self, fed: Federation) -> tuple[TrainAndTell, Distil]:
         classifier = _classifier(fed.problem) if self.classifier is None else self.classifier
         # All public samples are looked at: what a convolution makes of them at once does not fit into memory.
-        tell = TrainAndTell(self._parts._train(fed, 0), InBlocks(classifier), self.consensus)
-        return tell, Distil(self.distil, classifier, self.distil_steps, self.distil_batch)
+        train = self._parts._train(fed, 0)
+        tell = TrainAndTell(train, InBlocks(classifier), self.consensus)
+        return tell, Distil(self.distil, classifier, self.distil_steps, self.distil_batch, train)
 
     def init(self, fed: Federation, key: jax.Array) -> Taught:
         check_lengths(self, fed.n)
@@ -179,8 +193,8 @@ class Distillation(Algorithm[Taught]):
             models = None
         else:
             y, (models, target) = state.y, self._with_logits(cohort, tell, distil, state, (k_train, k_distil))
-        whole = jax.tree.map(jnp.ones_like, y)
-        return Taught(state.x, distil.taught(k_server, state.x, y, whole, self.public, target), models), {}
+        y = distil.taught(k_server, state.x, y, _ones(y), self.public, target)
+        return Taught(state.x, y, models), {}
 
     def _with_models(
         self, cohort: Cohort, tell: TrainAndTell, state: Taught, key: jax.Array
@@ -211,6 +225,11 @@ class Distillation(Algorithm[Taught]):
 
     def solution(self, state: Taught) -> tuple[PyTree, PyTree]:
         return state.x, state.y
+
+
+def _ones(y: PyTree) -> PyTree:
+    """All of y is held."""
+    return jax.tree.map(jnp.ones_like, y)
 
 
 def _classifier(problem: Problem) -> Classifier:

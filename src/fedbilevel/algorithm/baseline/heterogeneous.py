@@ -11,7 +11,15 @@ import jax.random as jr
 
 from fedbilevel.algorithm.base import Algorithm, Info, check_lengths, decides
 from fedbilevel.algorithm.baseline.coordinate_rule import LargestForward, PruneAndGrow, Sensitive
-from fedbilevel.algorithm.baseline.mask_rule import Leading, MaskRule, Parts, Random, Rolling, Train
+from fedbilevel.algorithm.baseline.mask_rule import (
+    KernelRule,
+    Leading,
+    MaskRule,
+    Parts,
+    Random,
+    Rolling,
+    Train,
+)
 from fedbilevel.fed.codec import Partial
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.place import Kept
@@ -52,6 +60,10 @@ class Heterogeneous(Algorithm[WholeModel]):
         cohort: clients in a round; None: all.
         kernels: of the parameters y0; None: found in the problem's upper objective, if its model is one that
             can be sliced, such as `ResNet18` or `FourLayerCNN`.
+        narrow: train the small model itself, with ρ² of the arithmetic, in the place of the whole one times a
+            mask: the same to rounding, and faster where clients are computed one at a time
+            (`Simulator(chunk=1)`, and every client that is a process of its own), at the price of a program
+            for every width. Only where whole kernels are held.
 
     Cost a round and client: one exchange, I calls of f_y; x and the client's part of y down, that part up:
     `kernels.cost(ρ)["bytes"]`, about ρ² of the whole. Where single weights are held (see the rules), one bit
@@ -66,16 +78,21 @@ class Heterogeneous(Algorithm[WholeModel]):
     average: Literal["holders", "all"] = eqx.field(static=True, default="holders")
     cohort: int | None = eqx.field(static=True, default=None)
     kernels: Kernels | None = eqx.field(static=True, default=None)
+    narrow: bool = eqx.field(static=True, default=False)
 
     def __check_init__(self) -> None:
         check_amounts(self, "learn_steps")
+        if self.narrow and not isinstance(self.rule, KernelRule):
+            raise ValueError(
+                "narrow is True, but this method holds single weights, which make no small model"
+            )
         if self.average not in ("holders", "all"):
             raise ValueError(f'average is {self.average!r}; it must be "holders" or "all"')
 
     def _train(self, fed: Federation, time: Any) -> Train:
         kernels = kernels_in(fed.problem) if self.kernels is None else self.kernels
         parts = Parts(kernels, widths(self.ratios, fed.n, self.ratio_seed))
-        return Train(self.rule, parts, Learn(self.learn, self.learn_steps), time)
+        return Train(self.rule, parts, Learn(self.learn, self.learn_steps), time, self.narrow)
 
     def init(self, fed: Federation, key: jax.Array) -> WholeModel:
         check_lengths(self, fed.n)

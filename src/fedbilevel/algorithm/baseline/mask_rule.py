@@ -14,6 +14,7 @@ from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.place import Kept
 from fedbilevel.fed.program import Program
 from fedbilevel.local.learn import Learn
+from fedbilevel.local.narrow import Narrow
 from fedbilevel.problem.oracle import Client
 from fedbilevel.problem.submodel import Kernels
 from fedbilevel.selection import best
@@ -95,15 +96,27 @@ class Train(Program):
     parts: Parts
     learn: Learn
     time: Any
+    narrow: bool = eqx.field(static=True, default=False)
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
         x, y, memory = values
         share = Share(self.parts, memory, self.time)
         mask = self.rule.mask(me.rekeyed(0), x, y, share)
-        start = self.rule.start(y, mask, share)
-        theta = self.learn(me.rekeyed(1), x, start, mask, lambda y: self.rule.seen(me, y, share))
+        theta = self._trained(me, x, self.rule.start(y, mask, share), mask, share)
         sent = self.rule.sent(me, theta, mask, share)
         return {"y": times(sent, theta), "held": sent}, self.rule.kept(mask, share)
+
+    def part(self, me: Client) -> Narrow | None:
+        """What is held, as a small model to compute with; None: compute with the whole one times a mask."""
+        if not self.narrow or not isinstance(self.rule, KernelRule):
+            return None
+        return self.rule.part(me.rekeyed(0), Share(self.parts, (), self.time))
+
+    def _trained(self, me: Client, x: PyTree, start: PyTree, mask: PyTree, share: Share) -> PyTree:
+        part, data = self.part(me), me.rekeyed(1)
+        if part is not None:
+            return part.trained(lambda small: self.learn(data, x, small), start)
+        return self.learn(data, x, start, mask, lambda y: self.rule.seen(me, y, share))
 
 
 class KernelRule(MaskRule):
@@ -114,12 +127,16 @@ class KernelRule(MaskRule):
         """`(size,)`: the kernels of one name with the largest scores are held."""
 
     def mask(self, me: Client, x: PyTree, y: PyTree, share: Share) -> PyTree:
+        return share.parts.kernels.mask(y, self.part(me, share).keep)
+
+    def part(self, me: Client, share: Share) -> Narrow:
+        """The kernels that a client holds."""
         kernels, counts = share.parts.kernels, share.parts.counts(me.id)
         keep = [
             best(self.scores(jr.fold_in(me.key, place), size, share.time), counts[place])
             for place, size in enumerate(kernels.sizes)
         ]
-        return kernels.mask(y, keep)
+        return Narrow(kernels, keep, share.parts.ratios, me.id)
 
 
 class Leading(KernelRule):
