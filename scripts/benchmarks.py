@@ -29,6 +29,7 @@ NAMES = (
     "convolution",
     "depthwise",
     "selection",
+    "narrow",
     "pdbo_torch",
     "pdbo",
     "scale",
