@@ -14,9 +14,9 @@ import fedbilevel as fb
 from fedbilevel.number import check_not_negative, check_positive, check_shares, whole
 
 RULES = {
-    check_positive: ([1, 0.5, np.float64(2)], [0, -1, np.float64(-2)], "above 0"),
+    check_positive: ([1, 0.5, np.float64(2), np.float32(2)], [0, -1, np.float64(-2), np.int32(0)], "above 0"),
     check_not_negative: ([0, 3.0], [-1, -0.5], "of at least 0"),
-    check_shares: ([0, 1, 0.5], [-0.1, 1.5], "between 0 and 1"),
+    check_shares: ([0, 1, 0.5], [-0.1, 1.5, np.float32(1.5)], "between 0 and 1"),
 }
 NO_NUMBERS = ["0.5", None, True, [1.0], float("nan"), float("inf")]
 

@@ -14,6 +14,12 @@ def whole(value: Any) -> Any:
     return int(value) if isinstance(value, np.integer) else value
 
 
+def known_number(value: Any) -> float | None:
+    """A number, Python's or numpy's, that is known before anything runs; None: it is something else."""
+    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    return float(value) if is_number else None
+
+
 def check_positive(settings: Any, *names: str) -> None:
     """Raise an error that explains unless the named settings are numbers above 0."""
     _check(settings, names, lambda value: value > 0, "a number above 0")
@@ -32,8 +38,8 @@ def check_shares(settings: Any, *names: str) -> None:
 def _check(settings: Any, names: tuple[str, ...], holds: Callable[[float], bool], what: str) -> None:
     for name in names:
         value = getattr(settings, name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        number = known_number(value)
         # An array may be known at run time only, and is not looked into.
-        unknown = hasattr(value, "shape") and not is_number
-        if not unknown and not (is_number and math.isfinite(value) and holds(value)):
+        unknown = hasattr(value, "shape") and number is None
+        if not unknown and not (number is not None and math.isfinite(number) and holds(number)):
             raise ValueError(f"{name} is {value!r}; it must be {what}")

@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 import equinox as eqx
 import jax
 
+from fedbilevel.number import known_number
+
 
 class Schedule(eqx.Module):
     """A step size that depends on the step: wraps an optax schedule `step -> value`."""
@@ -24,8 +26,9 @@ Rate: TypeAlias = float | jax.Array | Schedule | Callable[[Any], Any]
 
 def rate(value: Any) -> Any:
     """A step size as a leaf of the algorithm's tree: schedules are wrapped, numbers stay."""
-    number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
-    if not (number or callable(value) or hasattr(value, "shape")):
+    number = known_number(value)
+    array = number is None and hasattr(value, "shape")
+    if not (callable(value) or array or (number is not None and number >= 0)):
         raise ValueError(f"a step size is {value!r}; it must be a number of at least 0, or an optax schedule")
     return Schedule(value) if callable(value) and not isinstance(value, Schedule | jax.Array) else value
 

@@ -31,6 +31,7 @@ from algorithm.nodes import (
 from fedbilevel import links
 from fedbilevel.adjoint import HGP
 from fedbilevel.adjoint.push import receiving_weights
+from fedbilevel.algorithm import ITD
 from fedbilevel.algorithm.pdbo import Agreed, UpperStep
 from fedbilevel.fed.ledger import Ledger, as_arrays, metering
 
@@ -108,6 +109,42 @@ def test_consensus_ends_in_one_x_that_is_the_optimum_of_all(counts):
     target = common_optimum(WEIGHTS["complete"], counts)
     found = x_of(agreeing("complete", 2.0, 120, counts))
     np.testing.assert_allclose(found, np.tile(target, (N, 1)), atol=1e-8)
+
+
+@pytest.mark.parametrize("outer", ["own", "local"])
+def test_consensus_on_the_nodes_own_costs_counts_nodes_by_their_weights(outer):
+    """x moves by the weighted mean of the ways that nodes went by themselves."""
+    adjoint, rest = HGP(6, outer=outer), {"lower_lr": LR, "lower_steps": 3, "upper": fb.SGD(0.5)}
+    each, all_ = (
+        x_of(
+            Running(
+                fb.PDBO(links.Given(WEIGHTS["complete"]), **rest, adjoint=adjoint, consensus=consensus),
+                counts=COUNTS,
+            ).advance(1)
+        )
+        for consensus in (False, True)
+    )
+    np.testing.assert_allclose(all_, np.tile(np.average(each, axis=0, weights=COUNTS), (N, 1)), atol=1e-12)
+    assert np.abs(all_ - each.mean(axis=0)).max() > 1e-3
+
+
+@pytest.mark.parametrize("settings", [{"terms": 2}, {"terms": 2} | HGP_ONLY])
+def test_a_lower_variable_of_another_float_type_keeps_it(settings):
+    def loss(x, y, samples):
+        return ((y["a"].astype(float) * samples - x) ** 2).mean()
+
+    problem = fb.Problem(loss, loss, 0.5, {"a": jax.numpy.ones((), "float32")})
+    nodes = fb.Clients([np.full(3, 1.0 + i) for i in range(3)])
+    result = fb.solve(problem, nodes, fb.PDBO(links.Complete(), 0.01, 2, fb.SGD(0.1), **settings), 2)
+    assert result.y["a"].dtype == "float32"
+    assert np.ptp(result.x) > 0
+
+
+def test_over_a_schedule_of_links_the_bias_is_told():
+    turns = links.Given([WEIGHTS["ring"], WEIGHTS["complete"]])
+    with pytest.warns(UserWarning, match="a schedule of several matrices, over which the hypergradient is"):
+        fb.PDBO(turns, **SHORT).among(N)
+    fb.PDBO(turns, **{key: SHORT[key] for key in SHORT if key != "terms"}, adjoint=ITD(3)).among(N)
 
 
 def test_consensus_over_uneven_links_counts_every_node_alike():

@@ -233,6 +233,16 @@ def test_one_cluster_is_fedavg():
     close(together.y, [average.y] * CLIENTS)
 
 
+def test_a_client_that_missed_an_update_has_its_clusters_model_again():
+    """Sums of updates would leave it behind for good."""
+    plain = fb.Problem(pull, pull, jnp.zeros(1), jnp.array([0.5, 0.0]))
+    engine = fb.Simulator(dropout=0.4)
+    result = fb.solve(plain, fb.Clients(PLACES[:, None]), fb.ClusteredFL(0.5, 0.0, 0.0), 6, engine=engine)
+    assert result.ledger.up["update"] < 6 * 5 * 2 * WORD, "some did not answer"
+    close(result.y, np.tile(result.y[:1], (5, 1)))
+    assert np.abs(result.y[0] - np.array([0.5, 0.0])).max() > 0.01
+
+
 def test_a_client_alone_is_not_divided():
     result = two_groups(fb.ClusteredFL(0.5, 10.0, 0.0), 12)
     assert result.state.cluster.tolist() == [0, 1, 2, 3, 4]
@@ -382,6 +392,7 @@ def test_fedem_refuses_other_problems():
 # ------------------------------------------------------------------------ links
 
 METHODS = {
+    "FedAvg": lambda links: fb.FedAvg(0.1, level="lower", links=links),
     "FedProx": lambda links: fb.FedProx(0.1, 0.1, links=links),
     "FedAvgPlus": lambda links: fb.FedAvgPlus(0.1, links=links),
     "PFedMe": lambda links: fb.PFedMe(0.1, links=links),

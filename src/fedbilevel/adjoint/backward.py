@@ -47,9 +47,10 @@ class AdjointStart(Program):
         f_x, f_y = seen.f_x_and_y(x, y, seen.batch("upper", me.key))
         if self.outer == "own":
             mine = (jnp.arange(self.nodes) == me.id).astype(w.dtype)
-            return f_x, jax.tree.map(lambda leaf: jnp.multiply.outer(mine.astype(leaf.dtype), leaf / w), f_y)
+            c = scale(1 / w, f_y)
+            return f_x, jax.tree.map(lambda leaf: jnp.multiply.outer(mine.astype(leaf.dtype), leaf), c)
         share = relative / self.nodes if self.outer == "global" else 1.0
-        return scale(share, f_x), jax.tree.map(lambda leaf: share * leaf[None] / w, f_y)
+        return scale(share, f_x), jax.tree.map(lambda leaf: leaf[None], scale(share / w, f_y))
 
 
 class Backward(Program):

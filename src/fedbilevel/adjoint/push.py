@@ -8,6 +8,7 @@ what i receives, and divides by how often it does: over directed links too, the 
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
@@ -20,7 +21,7 @@ from fedbilevel.adjoint.backward import AdjointStart, Backward, Begun, Lengths, 
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.network import Links, Network, Reversed, check_both_ways, check_undirected
 from fedbilevel.fed.place import At
-from fedbilevel.number import check_shares, whole
+from fedbilevel.number import check_shares, known_number, whole
 
 Matrix = npt.NDArray[Any]
 
@@ -95,8 +96,8 @@ class PushAdjoint(eqx.Module):
         if type(self.terms) is not int or self.terms < 0:
             raise ValueError(f"terms is {self.terms!r}; it must be a whole number of at least 0")
         check_shares(self, "alpha", "beta")
-        numbers = [value for value in (self.alpha, self.beta) if isinstance(value, int | float)]
-        if not self.reduced and len(numbers) == 2 and numbers != [1, 0]:
+        numbers = [known_number(value) for value in (self.alpha, self.beta)]
+        if not self.reduced and None not in numbers and numbers != [1, 0]:
             raise ValueError(
                 f"alpha is {self.alpha} and beta {self.beta}, which plain hypergradient push does not have; "
                 "they are of VRHGP"
@@ -107,8 +108,15 @@ class PushAdjoint(eqx.Module):
 
     def check(self, network: Network) -> None:
         """Raise an error that explains if the recursion cannot run over these links."""
-        if self.outer != "local":
-            (check_undirected if self.back == "reversed" else check_both_ways)(network)
+        if self.outer == "local":
+            return
+        (check_undirected if self.back == "reversed" else check_both_ways)(network)
+        if network.base.shape[0] > 1:
+            warnings.warn(
+                "these links are a schedule of several matrices, over which the hypergradient is biased, "
+                "however many its terms: exchanges would have to go back in time. ITD is exact there",
+                stacklevel=2,
+            )
 
     def exchanges(self, when: When) -> int:
         """How many exchanges the recursion takes."""

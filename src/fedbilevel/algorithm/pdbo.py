@@ -254,7 +254,8 @@ class PDBO(Algorithm[PersonalState]):
         everyone = fed.everyone
         before, w = everyone.take(upper.x), everyone.take(upper.w)
         # The hypergradient of the mean cost has the weights already; that of a node's own cost has not.
-        relative = everyone.relative_weights(alike=not self.local)
+        mean_cost = getattr(self._adjoint(), "outer", "global") == "global"
+        relative = everyone.relative_weights(alike=mean_cost)
         sent = everyone.run(Displaced(), before, moved, w, relative, key=key)
         mixed = everyone.push(sent, self.links, "x", key=key, time=time)
         x = everyone.run(Agreed(), mixed[0], mixed[1], key=key)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from fedbilevel.fed.mixing import Matrix, connected, fastest_mixing, metropolis
 from fedbilevel.fed.network import Links, Network
+from fedbilevel.number import check_shares
 
 __all__ = ["Complete", "ErdosRenyi", "Given", "Links", "Network", "Ring", "Stochastic"]
 
@@ -63,7 +64,7 @@ class ErdosRenyi(Links):
     def __check_init__(self) -> None:
         if self.mixing not in ("metropolis", "fastest"):
             raise ValueError(f'mixing is {self.mixing!r}; it must be "metropolis" or "fastest"')
-        _check_probabilities(np.asarray(self.probability))
+        check_shares(self, "probability")
 
     def network(self, n: int) -> Network:
         graph = _connected_graph(n, self.probability, self.seed)

@@ -49,7 +49,7 @@ def fastest_mixing(graph: Matrix) -> Matrix:
     weights = cvxpy.Variable((n, n), symmetric=True)
     rules = [weights >= 0, cvxpy.sum(weights, axis=1) == 1, weights[~graph] == 0]
     cvxpy.Problem(cvxpy.Minimize(cvxpy.sigma_max(weights - np.full((n, n), 1 / n))), rules).solve()
-    return _feasible(np.asarray(weights.value), graph)
+    return feasible(np.asarray(weights.value), graph)
 
 
 def connected(heard: Matrix) -> bool:
@@ -101,9 +101,9 @@ def _mean_shares(chances: Matrix, sender: int) -> Matrix:
     return np.asarray(chances * ((products * powers) @ weights))
 
 
-def _feasible(weights: Matrix, graph: Matrix) -> Matrix:
+def feasible(weights: Matrix, graph: Matrix) -> Matrix:
     """What a solver gives to a tolerance, made to fulfil the rules exactly: symmetric, zeros, row sums."""
     links = np.where(graph, np.clip((weights + weights.T) / 2, 0, None), 0.0)
     np.fill_diagonal(links, 0.0)
     links /= max(1.0, links.sum(axis=1).max())  # what a node keeps for itself is not below zero
-    return links + np.diag(1 - links.sum(axis=1))
+    return links + np.diag(np.maximum(0, 1 - links.sum(axis=1)))  # rounding alone may go below zero

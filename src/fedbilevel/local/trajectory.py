@@ -72,7 +72,9 @@ class SteppedTangents(Program):
         flat, unravel = ravel_pytree(x)
         basis = jax.vmap(unravel)(jnp.eye(flat.size, dtype=flat.dtype))
         (products,) = me.g_yy_each(x, y, (jax.tree.map(_one_axis, tangents),), batch)
-        through_z = jax.tree.map(lambda leaf, like: leaf.reshape(like.shape) / w, products, tangents)
+        through_z = jax.tree.map(
+            lambda leaf, like: leaf.reshape(like.shape), scale(1 / w, products), tangents
+        )
         direct = me.g_yx_each(x, y, basis, batch)
         slope = jax.tree.map(lambda a, b: a.at[me.id].add(b), through_z, direct)
         return step(to, self.lr * relative, slope)

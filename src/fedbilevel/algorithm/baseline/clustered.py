@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from fedbilevel.algorithm.base import Algorithm, Info, check_lengths, with_server
 from fedbilevel.algorithm.baseline.local import first_own
+from fedbilevel.algorithm.fedbio import copies
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.links import Complete, Links
 from fedbilevel.fed.place import Kept
@@ -24,13 +25,15 @@ from fedbilevel.tree import PyTree, add, sub
 
 
 class Clustered(NamedTuple):
-    """x and the model of its cluster at every client, and `(n,)`: the cluster of each.
+    """x and the model of its cluster at every client; that model for each as the server knows it; `(n,)`:
+    the cluster of each.
 
     A cluster is called by the smallest id of its clients, so there is no need to number them.
     """
 
     x: Kept
     y: Kept
+    models: PyTree
     cluster: jax.Array
 
 
@@ -42,14 +45,6 @@ class Update(Program):
     def __call__(self, me: Client, *values: Any) -> PyTree:
         x, y = values
         return sub(self.descent(me, x, y), y)
-
-
-class Moved(Program):
-    """`(y, Δ) ↦ y + Δ`."""
-
-    def __call__(self, me: Client, *values: Any) -> PyTree:
-        y, update = values
-        return add(y, update)
 
 
 class ClusteredFL(Algorithm[Clustered]):
@@ -65,8 +60,9 @@ class ClusteredFL(Algorithm[Clustered]):
         min over a ∪ b = c of   max_{i∈a, j∈b} ⟨Δ_i, Δ_j⟩/(‖Δ_i‖ ‖Δ_j‖)
 
     (the paper's rule: the weakest link of a maximum spanning tree; where several halvings are equally good,
-    the one that leaves the smallest id with its nearest). Then every client adds the mean update of its
-    cluster. At first all clients are one cluster. `result.y` has one row a client: its cluster's model.
+    the one that leaves the smallest id with its nearest). Then every cluster's model
+    moves by its mean update, and is sent to its clients: who missed a round has it after the next. At
+    first all clients are one cluster. `result.y` has one row a client: its cluster's model.
 
     Args:
         lower_lr: step size; a number or an optax schedule of the step.
@@ -101,7 +97,7 @@ class ClusteredFL(Algorithm[Clustered]):
 
     def init(self, fed: Federation, key: jax.Array) -> Clustered:
         check_lengths(self, fed.n)
-        return Clustered(*first_own(fed), jnp.zeros(fed.n, jnp.int32))
+        return Clustered(*first_own(fed), copies(fed.problem.y0, fed.n), jnp.zeros(fed.n, jnp.int32))
 
     def step(self, fed: Federation, state: Clustered, key: jax.Array) -> tuple[Clustered, Info]:
         everyone, (x, y) = fed.everyone, (fed.everyone.take(state.x), fed.everyone.take(state.y))
@@ -112,9 +108,9 @@ class ClusteredFL(Algorithm[Clustered]):
         due = self._due(products, state.cluster, weights) & _all_of(state.cluster, answered)
         cluster = halved(_cosines(products), state.cluster, due)
         means = jax.tree.map(lambda rows: _mixed(shares(cluster, weights), rows), updates)
-        moved = everyone.run(Moved(), y, everyone.deal(means, "update"), key=key)
-        number = jnp.sum(cluster == jnp.arange(fed.n))
-        return Clustered(state.x, everyone.put(state.y, moved), cluster), {"clusters": number}
+        models = add(state.models, means)
+        own = everyone.put(state.y, everyone.deal(models, "y"))
+        return Clustered(state.x, own, models, cluster), {"clusters": jnp.sum(cluster == jnp.arange(fed.n))}
 
     def _due(self, products: jax.Array, cluster: jax.Array, weights: jax.Array) -> Bool[Array, " n"]:
         """For each client whether its cluster shall be divided."""

@@ -8,9 +8,10 @@ import equinox as eqx
 import jax
 import jax.random as jr
 
-from fedbilevel.algorithm.base import Info, TwoVariables, Variables
+from fedbilevel.algorithm.base import Info, TwoVariables, Variables, with_server
 from fedbilevel.data.batches import Batch
 from fedbilevel.fed.federation import Federation
+from fedbilevel.fed.links import Complete, Links
 from fedbilevel.fed.program import Program
 from fedbilevel.local.descent import Descent
 from fedbilevel.local.work import Amount, Work, amount, check_amounts
@@ -30,6 +31,7 @@ class FedAvg(TwoVariables):
         epochs: shuffled passes over the data in the place of steps.
         cohort: clients in a round; None: all.
         scale_by_steps: client i steps with `lr/τ_i`.
+        links: must be complete, since it needs a server; others are refused with a `CannotRunError`.
 
     Cost a step and client: `d_x` (or `d_x + d_y`) scalars down, the trained variable up, τ gradients.
 
@@ -43,11 +45,15 @@ class FedAvg(TwoVariables):
     epochs: Amount | None = eqx.field(static=True, converter=amount, default=None)
     cohort: int | None = eqx.field(static=True, default=None)
     scale_by_steps: bool = eqx.field(static=True, default=False)
+    links: Links = Complete()
 
     def __check_init__(self) -> None:
         check_amounts(self, "steps", "epochs")
         if self.level not in ("upper", "lower"):
             raise ValueError(f'level is {self.level!r}; it must be "upper" or "lower"')
+
+    def among(self, n: int) -> Any:
+        return with_server(self, n)
 
     def step(self, fed: Federation, state: Variables, key: jax.Array) -> tuple[Variables, Info]:
         k_cohort, k_steps = jr.split(key)
