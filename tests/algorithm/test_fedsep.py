@@ -1,5 +1,6 @@
 """FedSep: closed forms of its round, cohorts, what clients keep, and what it costs."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -9,6 +10,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.algorithm.fedsep import FedSep
 from fedbilevel.local import EachDecoder, GradientDecoder, LinearSketch, SketchLasso
+from fedbilevel.local.decode import Decoder
 from fedbilevel.problem.base import ProblemError
 
 N, DX, DY, LR = 4, 3, 5, 0.05
@@ -22,6 +24,45 @@ def drawn():
 def solved(algorithm, steps=1, **options):
     known = drawn()
     return fb.solve(problem_of(known), known.clients(**options), algorithm, steps, every=steps)
+
+
+class Linear(Decoder):
+    """`y = W x` with a W of k rows."""
+
+    rows: int = eqx.field(static=True)
+
+    def weights(self):
+        return jr.normal(jr.key(self.rows), (self.rows, DX))
+
+    def first(self, problem, shared):
+        return jnp.ones(DX)
+
+    def shared(self, problem):
+        return ()
+
+    def decode(self, me, x, start, shared):
+        return self.weights() @ x
+
+    def encode(self, me, x, y, change, shared):
+        return self.weights().T @ change
+
+
+@pytest.mark.usefixtures("float64")
+def test_clients_may_learn_models_of_different_shapes():
+    """With decoders of their own; by hand for two rounds of three steps."""
+
+    def pull(x, y, samples):
+        return jnp.sum((y - jnp.mean(samples)) ** 2) / 2
+
+    data, kinds, steps, x = np.arange(8.0).reshape(4, 2, 1), (2, 7, 7, 2), 3, np.ones(DX)
+    decoder = EachDecoder((Linear(2), Linear(7)), (0, 1, 1, 0))
+    method = FedSep(decoder, fb.SGD(LR), learn_steps=steps)
+    result = fb.solve(fb.Problem(pull, pull, (), jnp.zeros(2)), fb.Clients(data), method, 2)
+    for _ in range(2):
+        weights = [np.asarray(Linear(rows).weights()) for rows in kinds]
+        ways = [((1 - LR) ** steps - 1) * (W @ x - own.mean()) for W, own in zip(weights, data, strict=True)]
+        x = x + np.mean([W.T @ way for W, way in zip(weights, ways, strict=True)], axis=0)
+    np.testing.assert_allclose(result.x, x, atol=1e-12)
 
 
 def distance(x, y, samples):

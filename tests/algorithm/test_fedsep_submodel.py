@@ -1,5 +1,6 @@
 """FedSep whose clients train the kernels that they need most: what is held, kept, and billed."""
 
+import dataclasses
 import itertools
 
 import equinox as eqx
@@ -188,11 +189,12 @@ def test_wrong_numbers_of_ratios_are_explained():
 
 
 @pytest.mark.parametrize("given", ["test", "client"])
-def test_metrics_of_a_y_that_is_not_there_are_explained(given):
+@pytest.mark.parametrize("model", [TwoLayers(), fb.SlicedMLP((HIDDEN, CLASSES))])
+def test_metrics_of_a_y_that_is_not_there_are_explained(given, model):
     inputs = np.random.default_rng(1).normal(size=(9, INPUTS))
     columns = {"inputs": inputs, "labels": np.arange(9) % CLASSES}
     options = {"test": columns} if given == "test" else {}
-    known = fb.Classification(TwoLayers(), inputs=(INPUTS,), classes=CLASSES, **options)
+    known = fb.Classification(model, inputs=(INPUTS,), classes=CLASSES, **options)
     with pytest.raises(ValueError, match=r"y is \(\): none is kept.*take the problem ServerModel"):
         fb.solve(known, clients(), method(0.5), 0)
 
@@ -203,6 +205,46 @@ def test_metrics_of_one_row_a_client_are_explained():
     warm = FedSep(fb.LinearSketch(4, start="warm"), fb.SGD(0.1))
     with pytest.raises(ValueError, match=r"y has one row a client.*take the problem ServerModel"):
         fb.solve(known, clients(), warm, 0)
+
+
+LEARNERS = {
+    "HeteroFL": lambda: fb.HeteroFL(fb.SGD(0.1), ratios=0.5),
+    "CompressedFedAvg": lambda: fb.CompressedFedAvg(fb.SGD(0.1)),
+    "FedDF": lambda: fb.FedDF(fb.SGD(0.1), fb.SGD(0.1), np.zeros((2, INPUTS)), ratios=0.5),
+}
+
+
+@pytest.mark.parametrize("name", LEARNERS)
+def test_who_learns_y_is_told_that_the_server_model_looks_at_x(name):
+    """Else all of its metrics would stay where they began."""
+    known = fb.ServerModel(TwoLayers(), inputs=(INPUTS,), classes=CLASSES)
+    with pytest.raises(ValueError, match=r"metrics .* are those of a model x.*Use Classification"):
+        fb.solve(known, clients(), LEARNERS[name](), 1)
+
+
+def test_flops_may_be_many():
+    """More than a whole number of 32 bits can tell."""
+    kernels = dataclasses.replace(kernels_in(problem(), (INPUTS,)), uses=(0, 2**28, 2**28))
+    result = solved(method(RATIOS, kernels=kernels), 1)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result.x))
+
+
+def test_all_methods_report_the_same_cost_at_the_same_width():
+    kernels, data = kernels_in(problem(), (INPUTS,)), clients()
+    rows = [kernels.cost(ratio) for ratio in RATIOS]
+    lines = method(RATIOS).remarks(problem(), data)
+    for line, ratio, row in zip(lines, RATIOS, rows, strict=True):
+        for part in (f"width {ratio:g}, 1 clients", f"{row['parameters']} parameters", "MFLOPs a sample"):
+            assert part in line
+        assert f"{row['flops'] / 1e6:.3g} MFLOPs" in line
+        assert f"{row['bytes'] / 1e6:.3g} MB" in line
+    makers = (fb.HeteroFL, fb.FederatedDropout, fb.FedRolex)
+    assert {make(fb.SGD(0.1), ratios=RATIOS).remarks(problem(), data) for make in makers} == {lines}
+    taught = fb.FedDF(fb.SGD(0.1), fb.SGD(0.1), np.zeros((2, INPUTS)), ratios=RATIOS)
+    assert taught.remarks(problem(), data) == lines
+    single = fb.FedDST(fb.SGD(0.1), ratios=RATIOS).remarks(problem(), data)
+    assert [line.split(", ")[:3] for line in single] == [line.split(", ")[:3] for line in lines]
+    assert not any("FLOPs" in line for line in single), "those depend on which weights are held"
 
 
 def test_the_server_model_is_what_is_tested():

@@ -186,3 +186,11 @@ def test_least_squares_of_tiny_numbers_in_single_precision():
 def test_the_solution_for_nothing_is_nothing():
     found = least_squares(Operator.of(jnp.ones((3, 2))), jnp.zeros(3), 5)
     assert np.array_equal(found, np.zeros(2))
+
+
+def test_without_a_penalty_everything_is_active_and_the_adjoint_linear():
+    """At θ = 0 too, where no threshold could say so: `(∂θ/∂ω)ᵀ Δθ = (SSᵀ)⁻¹ S Δθ`."""
+    S, _ = drawn()
+    change = np.random.default_rng(1).normal(size=D)
+    _, found = encoded(S, np.zeros(P), np.zeros(D), change, 0.0, rate(S))
+    np.testing.assert_allclose(found, np.linalg.solve(S @ S.T, S @ change), atol=1e-9)

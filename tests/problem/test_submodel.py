@@ -13,7 +13,7 @@ from fedbilevel.local.submodel import Submodel
 from fedbilevel.problem.base import ProblemError
 from fedbilevel.problem.cnn4 import FourLayerCNN
 from fedbilevel.problem.oracle import Client
-from fedbilevel.problem.submodel import LEVELS, Kernels, held, kernels_in, widths
+from fedbilevel.problem.submodel import LEVELS, Kernels, held, kernels_in, ratios_setting, widths
 from fedbilevel.tree import dot, norm, normal_like, row, scale, step, sub
 from problem.narrow import HIDDEN, INPUTS, TwoLayers, clients, problem
 from problem.second_order import stacked
@@ -122,6 +122,18 @@ def test_a_client_holds_its_share_and_learns_it_on_its_own_data():
     assert bool(jnp.all(first["phi"]["bias"] == second["phi"]["bias"]))
     assert bool(jnp.any(first["phi"]["bias"] != memory["phi"]["bias"]))
     assert Ledger.from_counts(jax.tree.map(np.asarray, counts)).calls == {"f_y": 40}
+
+
+def test_width_ratios_may_be_numpys():
+    assert ratios_setting(np.float32(0.5)) == ratios_setting(0.5) == 0.5
+    assert ratios_setting(np.array([1.0, 0.5])) == ratios_setting([1, 0.5]) == (1.0, 0.5)
+    assert ratios_setting("random") == "random"
+
+
+@pytest.mark.parametrize("given", [None, "half", ["1/2", 1], True])
+def test_other_width_ratios_are_refused(given):
+    with pytest.raises(ValueError, match=r"ratios is .*; it must be numbers of at most 1, or"):
+        ratios_setting(given)
 
 
 def trained(me):

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import jax.random as jr
 
 from fedbilevel.fed.program import Program
+from fedbilevel.number import whole
 from fedbilevel.problem.oracle import Client, Stacks
 from fedbilevel.tree import PyTree, add, norm, row, scale, step
 
@@ -38,7 +39,7 @@ class AdjointStart(Program):
     """
 
     outer: Outer = eqx.field(static=True)
-    nodes: int = eqx.field(static=True)
+    nodes: int = eqx.field(static=True, converter=whole)
     whole: bool = eqx.field(static=True, default=False)
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
@@ -110,7 +111,7 @@ class Backward(Program):
 class Begun(Program):
     """`(x, c) ↦ (v, vectors)` before the first step: v = 0, u = w̃ = c."""
 
-    kinds: int = eqx.field(static=True)
+    kinds: int = eqx.field(static=True, converter=whole)
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
         x, c = values

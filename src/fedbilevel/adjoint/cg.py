@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fedbilevel.adjoint.base import Adjoint, Loop, Product, Solved, damped
+from fedbilevel.number import whole
 from fedbilevel.tree import PyTree, add, dot, scale, step, where, zeros_like
 
 
@@ -26,7 +27,7 @@ class ConjugateGradients(Adjoint):
     where it is for the rest of the solve, and `adjoint_curvature` reports it.
     """
 
-    terms: int = eqx.field(static=True)
+    terms: int = eqx.field(static=True, converter=whole)
     damping: Any = 0.0
 
     @property

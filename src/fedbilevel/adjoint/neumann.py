@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from fedbilevel.adjoint.base import Adjoint, Loop, Product, Solved, damped
 from fedbilevel.draw import below
+from fedbilevel.number import whole
 from fedbilevel.tree import PyTree, add, norm, scale, step
 
 
@@ -30,7 +31,7 @@ class Neumann(Adjoint):
     Reference: D. A. Tarzanagh et al., FedNest, ICML 2022, algorithm 3 (sampled).
     """
 
-    terms: int = eqx.field(static=True)
+    terms: int = eqx.field(static=True, converter=whole)
     smoothness: Any
     sampled: bool = eqx.field(static=True, default=False)
     damping: Any = 0.0

@@ -15,6 +15,7 @@ from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.links import Complete
 from fedbilevel.fed.network import check_links
 from fedbilevel.fed.place import Kept
+from fedbilevel.problem.server_model import shows_x
 from fedbilevel.schedule import Schedule
 from fedbilevel.tree import PyTree, size
 
@@ -50,6 +51,10 @@ class Algorithm(eqx.Module, Generic[State]):
     @abc.abstractmethod
     def solution(self, state: State) -> tuple[PyTree, PyTree]:
         """The variables `(x, y)` of a state."""
+
+    def remarks(self, problem: Any, clients: Any) -> tuple[str, ...]:
+        """Lines that a user may want to read before a run; none unless a method says so."""
+        return ()
 
     def findings(self, state: State, read: Callable[[Kept], PyTree]) -> dict[str, float]:
         """Numbers for the history that only clients know: what they keep, which `read` gives, a row each.
@@ -89,7 +94,17 @@ def decides(*settings: str) -> Callable[[Factory], Factory]:
 
 
 def check_learns_y(problem: Any) -> None:
-    """Raise an error that explains if there is no y, where a method is about to learn it."""
+    """Raise an error that explains if there is no y, or nobody looks at it, where a method learns it."""
+    check_has_y(problem)
+    if shows_x(problem):
+        raise ValueError(
+            "the method learns y, but the metrics of this problem are those of a model x, which would stay "
+            "as it is: ServerModel is for FedSep with the decoder Submodel. Use Classification"
+        )
+
+
+def check_has_y(problem: Any) -> None:
+    """Raise an error that explains if there is no y, where a method needs one."""
     if not size(problem.y0):
         raise ValueError(
             f"the method learns y, and this problem ({problem.structure}) has none. To learn one variable "

@@ -16,6 +16,7 @@ from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.place import At, Kept
 from fedbilevel.local.field import Field, FieldSteps, GlobalField, LocalField, Ownership, Values
 from fedbilevel.local.work import Amount, amount, check_amounts, check_count
+from fedbilevel.number import whole
 from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree, zeros_like
 
@@ -65,9 +66,9 @@ class FedBiO(Algorithm[FieldState]):
     lower_lr: Rate = eqx.field(converter=rate)
     adjoint_lr: Rate = eqx.field(converter=rate)
     sync_every: Amount = eqx.field(static=True, converter=amount, default=1)
-    cohort: int | None = eqx.field(static=True, default=None)
+    cohort: int | None = eqx.field(static=True, converter=whole, default=None)
     lower: Lower = eqx.field(static=True, default="global")
-    terms: int = eqx.field(static=True, default=5)
+    terms: int = eqx.field(static=True, converter=whole, default=5)
     upper: Upper = eqx.field(static=True, default="shared")
 
     def __check_init__(self) -> None:

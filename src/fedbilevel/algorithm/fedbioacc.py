@@ -29,7 +29,7 @@ from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.place import At, Kept, map_kept
 from fedbilevel.local.storm import FirstMomenta, Storm, StormMomenta, StormSteps
 from fedbilevel.local.work import Amount, amount, check_count
-from fedbilevel.number import check_not_negative
+from fedbilevel.number import check_not_negative, whole
 from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree, zeros_like
 
@@ -89,10 +89,10 @@ class FedBiOAcc(Algorithm[StormState]):
     c_upper: Any = 1.0
     c_lower: Any = 1.0
     c_adjoint: Any = 1.0
-    first_batch: int | None = eqx.field(static=True, default=None)
-    cohort: int | None = eqx.field(static=True, default=None)
+    first_batch: int | None = eqx.field(static=True, converter=whole, default=None)
+    cohort: int | None = eqx.field(static=True, converter=whole, default=None)
     lower: Lower = eqx.field(static=True, default="global")
-    terms: int = eqx.field(static=True, default=5)
+    terms: int = eqx.field(static=True, converter=whole, default=5)
     upper: Upper = eqx.field(static=True, default="shared")
 
     def __check_init__(self) -> None:

@@ -19,6 +19,7 @@ from fedbilevel.fed.place import At
 from fedbilevel.local.descent import Both, Descent, HyperDescent
 from fedbilevel.local.gradients import Assemble, LowerGradient, OwnHypergradient
 from fedbilevel.local.work import Amount, Work, amount, check_amounts, check_count
+from fedbilevel.number import whole
 from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree
 
@@ -77,11 +78,11 @@ class FedNest(TwoVariables):
     lower_lr: Rate = eqx.field(converter=rate)
     upper_steps: Amount = eqx.field(static=True, converter=amount, default=1)
     lower_steps: Amount = eqx.field(static=True, converter=amount, default=1)
-    lower_rounds: int = eqx.field(static=True, default=1)
-    terms: int = eqx.field(static=True, default=5)
+    lower_rounds: int = eqx.field(static=True, converter=whole, default=1)
+    terms: int = eqx.field(static=True, converter=whole, default=5)
     smoothness: Any = "auto"
     series: Literal["sampled", "sum", "cg", "none"] = eqx.field(static=True, default="sampled")
-    cohort: int | None = eqx.field(static=True, default=None)
+    cohort: int | None = eqx.field(static=True, converter=whole, default=None)
     damping: Any = 0.0
     upper_epochs: Amount | None = eqx.field(static=True, converter=amount, default=None)
     lower_epochs: Amount | None = eqx.field(static=True, converter=amount, default=None)

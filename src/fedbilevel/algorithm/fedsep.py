@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import jax.random as jr
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from fedbilevel.algorithm.base import Algorithm, Info, check_learns_y, check_lengths
+from fedbilevel.algorithm.base import Algorithm, Info, check_has_y, check_lengths
 from fedbilevel.algorithm.fedbio import copies
+from fedbilevel.data.clients import Clients
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.loop import branch
 from fedbilevel.fed.place import Kept
@@ -22,6 +23,7 @@ from fedbilevel.local.decode import Decoded, Decoder, EachDecoder
 from fedbilevel.local.learn import Learn
 from fedbilevel.local.optimizer import SGD, Optimizer, optimizer
 from fedbilevel.local.work import Amount, amount, check_amounts, of_client
+from fedbilevel.number import whole
 from fedbilevel.problem.base import Problem, ProblemError, objective
 from fedbilevel.problem.oracle import Client
 from fedbilevel.schedule import rate
@@ -147,7 +149,7 @@ class FedSep(Algorithm[Separated]):
     learn: Optimizer = eqx.field(converter=optimizer, default=SGD(0.1))
     learn_steps: Amount = eqx.field(static=True, converter=amount, default=5)
     server_lr: Any = eqx.field(converter=_rate_or_auto, default=1.0)
-    cohort: int | None = eqx.field(static=True, default=None)
+    cohort: int | None = eqx.field(static=True, converter=whole, default=None)
     shared: PyTree = None
 
     def __check_init__(self) -> None:
@@ -158,11 +160,15 @@ class FedSep(Algorithm[Separated]):
             )
 
     def on(self, problem: Problem) -> FedSep:
-        check_learns_y(problem)
+        check_has_y(problem)
         made = self.decoder.shared(problem) if self.shared is None else self.shared
         auto = isinstance(self.server_lr, str)  # an array has no truth value
         server_lr = self.decoder.server_lr(problem) if auto else self.server_lr
         return dataclasses.replace(self, shared=made, server_lr=server_lr)
+
+    def remarks(self, problem: Problem, clients: Clients) -> tuple[str, ...]:
+        """What the decoder says."""
+        return self.decoder.remarks(problem, clients)
 
     def init(self, fed: Federation, key: jax.Array) -> Separated:
         kinds = self.decoder.decoders if isinstance(self.decoder, EachDecoder) else ()

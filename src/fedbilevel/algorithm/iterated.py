@@ -25,6 +25,7 @@ from fedbilevel.local.trajectory import (
     ThroughTangents,
 )
 from fedbilevel.local.work import check_count
+from fedbilevel.number import whole
 from fedbilevel.tree import scale
 
 
@@ -50,7 +51,7 @@ class ITD(eqx.Module):
     2017; PDBO, appendix H.
     """
 
-    steps: int = eqx.field(static=True)
+    steps: int = eqx.field(static=True, converter=whole)
     mode: Literal["backward", "forward"] = eqx.field(static=True, default="backward")
 
     def __check_init__(self) -> None:

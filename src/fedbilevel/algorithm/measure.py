@@ -19,6 +19,7 @@ from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.place import Kept
 from fedbilevel.fed.program import Program
 from fedbilevel.local.gradients import Curvature, LowerGradient
+from fedbilevel.number import whole
 from fedbilevel.problem.base import Problem, Structure
 from fedbilevel.problem.oracle import Client
 from fedbilevel.tree import PyTree, norm
@@ -47,7 +48,7 @@ class PointProbe(TwoVariables):
     """
 
     names: tuple[str, ...] = eqx.field(static=True)
-    iterations: int = eqx.field(static=True, default=50)
+    iterations: int = eqx.field(static=True, converter=whole, default=50)
 
     def step(self, fed: Federation, state: Variables, key: jax.Array) -> tuple[Variables, Info]:
         found: Info = {}
@@ -81,7 +82,7 @@ def measured(problem: Problem, name: str, metric: Callable[[], Any], y: PyTree) 
     """A metric's value, one number; an error that explains if it fails, and whether y may be the reason."""
     try:
         return jnp.asarray(metric()).reshape(())
-    except (TypeError, ValueError, jax.errors.JAXTypeError) as error:
+    except (TypeError, ValueError, LookupError, jax.errors.JAXTypeError) as error:
         raise ValueError(
             f"the metric {name!r} must be a JAX function that returns one number; it failed with "
             f"{type(error).__name__}: {error}{_about_y(problem, y)}"

@@ -17,6 +17,7 @@ from fedbilevel.algorithm.exchange import Point, global_adjoint
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.program import Program
 from fedbilevel.local.gradients import Assemble, Curvature, LowerGradient, Mixed, OwnCurvature, UpperGradient
+from fedbilevel.number import whole
 from fedbilevel.problem.oracle import Client
 from fedbilevel.tree import PyTree, dot, norm, normal_like, scale, size, step, sub
 
@@ -35,7 +36,7 @@ class SquaredDistance(Program):
 class CurvatureProbe(TwoVariables):
     """Both ends of the spectrum of `mean H_i`: one exchange an iteration, `d_y` scalars each way."""
 
-    iterations: int = eqx.field(static=True, default=30)
+    iterations: int = eqx.field(static=True, converter=whole, default=30)
 
     def step(self, fed: Federation, state: Variables, key: jax.Array) -> tuple[Variables, Info]:
         k_start, k_batch = jr.split(key)
@@ -52,7 +53,7 @@ class CurvatureProbe(TwoVariables):
 class OwnCurvatureProbe(TwoVariables):
     """The spectra of the clients' own H_i: one exchange, two scalars an iteration up from each client."""
 
-    iterations: int = eqx.field(static=True, default=30)
+    iterations: int = eqx.field(static=True, converter=whole, default=30)
 
     def step(self, fed: Federation, state: Variables, key: jax.Array) -> tuple[Variables, Info]:
         everyone = fed.everyone
@@ -98,9 +99,9 @@ class HypergradientProbe(TwoVariables):
         turns: power iterations for the curvature of h.
     """
 
-    iterations: int = eqx.field(static=True, default=50)
+    iterations: int = eqx.field(static=True, converter=whole, default=50)
     damping: Any = 0.0
-    turns: int = eqx.field(static=True, default=3)
+    turns: int = eqx.field(static=True, converter=whole, default=3)
 
     def step(self, fed: Federation, state: Variables, key: jax.Array) -> tuple[Variables, Info]:
         h, info = self.accurate(fed, state, key)
@@ -159,7 +160,7 @@ class EstimatorProbe(TwoVariables):
 
     estimator: Any
     accurate: jax.Array
-    draws: int = eqx.field(static=True, default=8)
+    draws: int = eqx.field(static=True, converter=whole, default=8)
 
     def step(self, fed: Federation, state: Variables, key: jax.Array) -> tuple[Variables, Info]:
         """Root mean square and bias of the draws, relative to the accurate one."""

@@ -101,6 +101,15 @@ class Clients(eqx.Module):
         unseen = [None if rows is None else indexed(flat, rows, None) for rows in (test, validation)]
         return cls(*parts, test=unseen[0], validation=unseen[1], weights=weights)
 
+    def input_shape(self, level: str) -> tuple[int, ...] | None:
+        """The shape of one sample in the column `inputs` of a level; None: there is none.
+
+        >>> Clients(lower={"inputs": np.ones((2, 5, 28, 28))}).input_shape("lower")
+        (28, 28)
+        """
+        flat = getattr(self, level).flat
+        return tuple(flat["inputs"].shape[1:]) if isinstance(flat, Mapping) and "inputs" in flat else None
+
     def whole(self) -> Clients:
         """The same clients with full batches."""
         return self.batched(None)

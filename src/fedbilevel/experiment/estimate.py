@@ -35,6 +35,7 @@ class Estimate:
         steps, evaluations: how many there will be.
         memory: the largest this process has been so far, in bytes.
         once: whether the step was so long that it was made once only: its time has compilation in it.
+        remarks: what the method says of itself (`Algorithm.remarks`).
     """
 
     preparation: float
@@ -47,6 +48,7 @@ class Estimate:
     evaluations: int
     memory: int
     once: bool = False
+    remarks: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -61,7 +63,7 @@ class Estimate:
             f"{rounds:,} rounds, {self.memory / 2**30:.2f} GiB of memory{self._trouble}\n"
             f"  one step{self._compiled} {self.step * 1e3:,.1f} ms, "
             f"an evaluation {self.evaluation * 1e3:,.1f} ms, "
-            f"preparation {self.preparation:.1f} s"
+            f"preparation {self.preparation:.1f} s" + "".join(f"\n  {remark}" for remark in self.remarks)
         )
 
     @property
@@ -106,7 +108,7 @@ def estimate(plan: Plan) -> Estimate:
             trial = _tried(run, room(every, steps)) if steps else _Trial()
     return Estimate(
         *(preparation + trial.compilation, trial.step, trial.evaluation, trial.spent, before, run.diverged),
-        *(steps, -(-steps // every), _memory(), trial.once),
+        *(steps, -(-steps // every), _memory(), trial.once, built.algorithm.remarks(problem, clients)),
     )
 
 

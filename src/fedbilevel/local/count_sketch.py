@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int8, Int32
 from fedbilevel.draw import below
 from fedbilevel.local.sketch import Sketch
 from fedbilevel.local.work import check_count
+from fedbilevel.number import whole
 from fedbilevel.tree import PyTree
 
 
@@ -54,9 +55,9 @@ class SparseJL(Sketch):
     Reference: D. M. Kane, J. Nelson, Sparser Johnson–Lindenstrauss transforms, J. ACM 61, 2014.
     """
 
-    size: int = eqx.field(static=True)
-    seed: int = eqx.field(static=True, default=0)
-    nonzeros: int = eqx.field(static=True, default=4)
+    size: int = eqx.field(static=True, converter=whole)
+    seed: int = eqx.field(static=True, converter=whole, default=0)
+    nonzeros: int = eqx.field(static=True, converter=whole, default=4)
 
     def __check_init__(self) -> None:
         check_count("nonzeros", self.nonzeros)
@@ -108,9 +109,9 @@ class CountSketch(eqx.Module):
     Reference: M. Charikar, K. Chen, M. Farach-Colton, Finding frequent items in data streams, 2002.
     """
 
-    rows: int = eqx.field(static=True)
-    columns: int = eqx.field(static=True)
-    seed: int = eqx.field(static=True, default=0)
+    rows: int = eqx.field(static=True, converter=whole)
+    columns: int = eqx.field(static=True, converter=whole)
+    seed: int = eqx.field(static=True, converter=whole, default=0)
 
     def __check_init__(self) -> None:
         check_count("rows", self.rows)

@@ -12,6 +12,7 @@ import jax
 import jax.random as jr
 
 from fedbilevel.adjoint.neumann import Neumann
+from fedbilevel.data.clients import Clients
 from fedbilevel.fed.codec import Codec
 from fedbilevel.fed.loop import branch, repeat
 from fedbilevel.local.descent import Descent
@@ -54,6 +55,10 @@ class Decoder(eqx.Module):
     @abc.abstractmethod
     def first(self, problem: Problem, shared: PyTree) -> PyTree:
         """The server's first x."""
+
+    def remarks(self, problem: Problem, clients: Clients) -> tuple[str, ...]:
+        """Lines that a user may want to read before a run."""
+        return ()
 
     @abc.abstractmethod
     def shared(self, problem: Problem) -> PyTree:

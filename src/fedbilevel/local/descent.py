@@ -14,6 +14,7 @@ from fedbilevel.data.batches import Batch
 from fedbilevel.fed.loop import repeat
 from fedbilevel.fed.program import Program
 from fedbilevel.local.work import Work
+from fedbilevel.number import whole
 from fedbilevel.problem.oracle import Client
 from fedbilevel.tree import PyTree, add, norm, step, sub
 
@@ -100,7 +101,7 @@ class Both(Program):
 
     inner: Descent
     outer: HyperDescent
-    rounds: int = eqx.field(static=True)
+    rounds: int = eqx.field(static=True, converter=whole)
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
         x, y = values

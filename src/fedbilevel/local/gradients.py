@@ -12,6 +12,7 @@ from fedbilevel.adjoint.hypergradient import own_hypergradient
 from fedbilevel.adjoint.lanczos import lanczos
 from fedbilevel.fed.loop import repeat
 from fedbilevel.fed.program import Program
+from fedbilevel.number import whole
 from fedbilevel.problem.oracle import Client
 from fedbilevel.tree import PyTree, normal_like, size, sub
 
@@ -63,7 +64,7 @@ class Assemble(Program):
 class OwnCurvature(Program):
     """`(x, y) ↦` the Lanczos matrix of the client's own H_i: two numbers an iteration."""
 
-    iterations: int = eqx.field(static=True)
+    iterations: int = eqx.field(static=True, converter=whole)
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
         x, y = values

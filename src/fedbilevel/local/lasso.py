@@ -65,9 +65,9 @@ def moved(operator: Operator, omega: jax.Array, theta: jax.Array, lr: Any) -> Fl
 def active_set(
     operator: Operator, omega: Float[Array, " p"], theta: Float[Array, " d"], *, penalty: Any, lr: Any
 ) -> Bool[Array, " d"]:
-    """A: the entries that the threshold would leave at θ, `|θ + γSᵀ(ω − Sθ)| > γβ`."""
+    """A: the entries that the threshold would leave at θ, `|θ + γSᵀ(ω − Sθ)| > γβ`; all of them if β = 0."""
     threshold = jnp.asarray(lr * penalty, theta.dtype)
-    return jnp.abs(moved(operator, omega, theta, lr)) > threshold
+    return (jnp.abs(moved(operator, omega, theta, lr)) > threshold) | (threshold == 0)
 
 
 def lasso_adjoint(

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 
+from fedbilevel.number import whole
 from fedbilevel.tree import PyTree
 
 
@@ -29,7 +30,7 @@ class MaskNet(eqx.Module):
     """
 
     sizes: tuple[int, ...] = eqx.field(static=True)
-    hidden: int = eqx.field(static=True)
+    hidden: int = eqx.field(static=True, converter=whole)
 
     def init(self, key: jax.Array, dtype: Any) -> PyTree:
         """φ at the start."""

@@ -17,6 +17,7 @@ import jax.random as jr
 from jaxtyping import Array, Float
 
 from fedbilevel.local.work import check_count
+from fedbilevel.number import whole
 from fedbilevel.tree import PyTree
 
 _BLOCK = 2**20
@@ -143,9 +144,9 @@ class Gaussian(Sketch):
         memory: bytes that may be kept; the matrix takes `p·d` times the vectors' itemsize.
     """
 
-    size: int = eqx.field(static=True)
-    seed: int = eqx.field(static=True, default=0)
-    memory: int = eqx.field(static=True, default=2**30)
+    size: int = eqx.field(static=True, converter=whole)
+    seed: int = eqx.field(static=True, converter=whole, default=0)
+    memory: int = eqx.field(static=True, converter=whole, default=2**30)
 
     def stored(self, d: int, dtype: Any = jnp.float32, id: Any = None) -> PyTree:
         self.check(d)
@@ -216,8 +217,8 @@ class SRHT(Sketch):
     J. A. Tropp, Improved analysis of the subsampled randomized Hadamard transform, 2011.
     """
 
-    size: int = eqx.field(static=True)
-    seed: int = eqx.field(static=True, default=0)
+    size: int = eqx.field(static=True, converter=whole)
+    seed: int = eqx.field(static=True, converter=whole, default=0)
 
     def stored(self, d: int, dtype: Any = jnp.float32, id: Any = None) -> PyTree:
         self.check(d)

@@ -178,10 +178,10 @@ class SketchLasso(Sketched):
     sketch: str = eqx.field(static=True, default="gaussian")
     method: str = eqx.field(static=True, default="ista")
     start: str = eqx.field(static=True, default="offset")
-    seed: int = eqx.field(static=True, default=0)
+    seed: int = eqx.field(static=True, converter=whole, default=0)
     own_sketches: bool = eqx.field(static=True, default=False)
-    memory: int = eqx.field(static=True, default=2**30)
-    cg_iterations: int = eqx.field(static=True, default=50)
+    memory: int = eqx.field(static=True, converter=whole, default=2**30)
+    cg_iterations: int = eqx.field(static=True, converter=whole, default=50)
     when_flat: str = eqx.field(static=True, default="linear")
 
     def __check_init__(self) -> None:
@@ -204,8 +204,9 @@ class SketchLasso(Sketched):
         if self.lower_lr is None or not known:
             return
         share = float(self.lower_lr) * float(bound)
-        # With momentum nothing is certain above 1/‖S‖²; that itself, perhaps rounded, may be given.
-        most, too_much = (2, share >= 2) if self.method == "ista" else (1, share > 1 + 1e-5)
+        # ‖S‖² was found by power iteration, from below: a twentieth less than 2 is on the safe side. With
+        # momentum nothing is certain above 1/‖S‖²; that itself, perhaps rounded, may be given.
+        most, too_much = (1.9, share >= 1.9) if self.method == "ista" else (1, share > 1 + 1e-5)
         if too_much:
             raise ValueError(
                 f"lower_lr is {float(self.lower_lr):.3g}, but steps by {self.method!r} may diverge from "
@@ -255,10 +256,10 @@ class LinearSketch(Sketched):
     size: int = eqx.field(static=True, converter=whole)
     sketch: str = eqx.field(static=True, default="gaussian")
     start: str = eqx.field(static=True, default="offset")
-    seed: int = eqx.field(static=True, default=0)
+    seed: int = eqx.field(static=True, converter=whole, default=0)
     own_sketches: bool = eqx.field(static=True, default=False)
-    memory: int = eqx.field(static=True, default=2**30)
-    cg_iterations: int = eqx.field(static=True, default=50)
+    memory: int = eqx.field(static=True, converter=whole, default=2**30)
+    cg_iterations: int = eqx.field(static=True, converter=whole, default=50)
 
     def __check_init__(self) -> None:
         check_count("cg_iterations", self.cg_iterations)

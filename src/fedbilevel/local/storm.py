@@ -12,6 +12,7 @@ from fedbilevel.fed.loop import repeat
 from fedbilevel.fed.program import Program
 from fedbilevel.local.field import Field, Ownership, Values, moved
 from fedbilevel.local.work import Amount, of_client
+from fedbilevel.number import whole
 from fedbilevel.problem.oracle import Client
 from fedbilevel.tree import PyTree, add, scale, sub
 
@@ -117,7 +118,7 @@ class FirstMomenta(Program):
     """Plain directions on a larger first batch (None: all samples): the momenta before the first step."""
 
     field: Field
-    size: int | None = eqx.field(static=True)
+    size: int | None = eqx.field(static=True, converter=whole)
     whose: Ownership
 
     def __call__(self, me: Client, *values: Any) -> PyTree:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
 import equinox as eqx
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 
+from fedbilevel.data.clients import Clients
 from fedbilevel.fed.codec import Codec, Partial
 from fedbilevel.fed.ledger import Entry, count
 from fedbilevel.fed.loop import repeat
@@ -19,13 +20,14 @@ from fedbilevel.local.mask_net import MaskNet
 from fedbilevel.local.narrow import Narrow
 from fedbilevel.local.optimizer import Named
 from fedbilevel.local.work import check_count
-from fedbilevel.number import check_not_negative, check_positive
+from fedbilevel.number import check_not_negative, check_positive, whole
 from fedbilevel.problem.base import Problem, ProblemError, objective
 from fedbilevel.problem.oracle import Client
 from fedbilevel.problem.submodel import (
     Keep,
     Kernels,
     Ratios,
+    described,
     kernels_in,
     own_ratio,
     ratios_setting,
@@ -83,14 +85,14 @@ class Submodel(Decoder):
     ratios: Ratios = eqx.field(static=True, converter=ratios_setting, default="random")
     penalty: Any = 10.0
     mask_lr: Any = 0.01
-    mask_steps: int = eqx.field(static=True, default=10)
-    refresh: int = eqx.field(static=True, default=2)
+    mask_steps: int = eqx.field(static=True, converter=whole, default=10)
+    refresh: int = eqx.field(static=True, converter=whole, default=2)
     average: Literal["all", "holders"] = eqx.field(static=True, default="all")
     full: bool = eqx.field(static=True, default=False)
     soft: bool = eqx.field(static=True, default=False)
-    hidden: int = eqx.field(static=True, default=16)
-    seed: int = eqx.field(static=True, default=0)
-    ratio_seed: int = eqx.field(static=True, default=0)
+    hidden: int = eqx.field(static=True, converter=whole, default=16)
+    seed: int = eqx.field(static=True, converter=whole, default=0)
+    ratio_seed: int = eqx.field(static=True, converter=whole, default=0)
     kernels: Kernels | None = eqx.field(static=True, default=None)
     narrow: bool = eqx.field(static=True, default=False)
 
@@ -118,6 +120,12 @@ class Submodel(Decoder):
 
     def shared(self, problem: Problem) -> PyTree:
         return ()
+
+    def remarks(self, problem: Problem, clients: Clients) -> tuple[str, ...]:
+        """What the clients' models cost."""
+        shape = clients.input_shape("upper")
+        kernels = kernels_in(problem, shape) if self.kernels is None else self.kernels
+        return described(kernels, widths(self.ratios, clients.n, self.ratio_seed))
 
     @property
     def shown(self) -> bool:
@@ -221,7 +229,7 @@ class Submodel(Decoder):
     def _excess(self, me: Client, kernels: Kernels, keep: Keep) -> jax.Array:
         """`log(max(T(a), ρT)/(ρT))`."""
         table, place = own_ratio(self.ratios, me.id, self.ratio_seed)
-        share = kernels.cost(keep)["flops"] / kernels.cost(1.0)["flops"]
+        share = kernels.cost(keep)["flops"] / float(kernels.cost(1.0)["flops"])  # no 32-bit whole number
         ratio = jnp.asarray(table, share.dtype)[place]
         return jnp.log(jnp.maximum(share, ratio) / ratio)
 
@@ -236,13 +244,13 @@ class Submodel(Decoder):
         """The kernels of the client's model, with the shape of its samples."""
         if self.kernels is not None:
             return self.kernels
-        samples = me.samples("upper").flat
-        if not isinstance(samples, Mapping) or "inputs" not in samples:
+        shape = me.input_shape("upper")
+        if shape is None:
             raise ProblemError(
                 "the FLOPs of a sub-model depend on the shape of a sample, that of the column `inputs` of "
                 "the data; there is none: give kernels=Kernels.of(model, parameters, input_shape)"
             )
-        return kernels_in(me.problem, samples["inputs"].shape[1:])
+        return kernels_in(me.problem, shape)
 
 
 def _message_bytes(kernels: Kernels, ratio: float) -> int:

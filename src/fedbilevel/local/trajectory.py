@@ -11,6 +11,7 @@ from jax.flatten_util import ravel_pytree
 
 from fedbilevel.adjoint.backward import Backward
 from fedbilevel.fed.program import Program
+from fedbilevel.number import whole
 from fedbilevel.problem.oracle import Client
 from fedbilevel.tree import PyTree, add, row, scale, step
 
@@ -18,7 +19,7 @@ from fedbilevel.tree import PyTree, add, row, scale, step
 class Room(Program):
     """`point ↦ zeros` with room for so many points."""
 
-    steps: int = eqx.field(static=True)
+    steps: int = eqx.field(static=True, converter=whole)
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
         (point,) = values
@@ -50,7 +51,7 @@ class BackwardAt(Program):
 class NoTangents(Program):
     """`(x, z) ↦ 0`, `(nodes, d_x, *y)`: how z depends on every node's x before the first step."""
 
-    nodes: int = eqx.field(static=True)
+    nodes: int = eqx.field(static=True, converter=whole)
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
         x, z = values

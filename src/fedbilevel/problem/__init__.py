@@ -27,7 +27,7 @@ from fedbilevel.problem.resnet import ResNet, ResNet18
 from fedbilevel.problem.server_model import ServerModel
 from fedbilevel.problem.sliced_mlp import SlicedMLP
 from fedbilevel.problem.structured import Composition, Saddle
-from fedbilevel.problem.submodel import Kernels
+from fedbilevel.problem.submodel import Kernels, Sliceable
 
 __all__ = [
     "MLP",
@@ -62,6 +62,7 @@ __all__ = [
     "Saddle",
     "ServerModel",
     "Simplex",
+    "Sliceable",
     "SlicedMLP",
     "TwoLayerCNN",
     "WeightedMixture",

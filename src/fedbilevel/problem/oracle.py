@@ -71,6 +71,10 @@ class Client:
         """All clients' samples of a level (`"upper"`, `"lower"`, `"test"`)."""
         return getattr(self._clients, level)
 
+    def input_shape(self, level: str) -> tuple[int, ...] | None:
+        """The shape of one sample in the column `inputs` of a level; None: there is none."""
+        return self._clients.input_shape(level)
+
     def batch(self, level: str, key: jax.Array) -> Batch:
         """An independent minibatch of this client's own data."""
         return self.samples(level).batch(self._place, key)

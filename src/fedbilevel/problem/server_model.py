@@ -24,6 +24,14 @@ class OfServerModel(eqx.Module):
         return self.model(x, inputs)
 
 
+def shows_x(problem: Problem) -> bool:
+    """Whether metrics of a problem look at a model x, and not at y."""
+    parts = jax.tree.leaves(
+        (problem.metrics, problem.client_metrics), is_leaf=lambda part: isinstance(part, OfServerModel)
+    )
+    return any(isinstance(part, OfServerModel) for part in parts)
+
+
 def ServerModel(
     model: Model,
     *,

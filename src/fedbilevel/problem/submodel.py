@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 
+from fedbilevel.number import known_number
 from fedbilevel.problem.base import ProblemError
 from fedbilevel.problem.model import Model, Shape
 from fedbilevel.tree import PyTree
@@ -228,14 +229,29 @@ def widths(ratios: Ratios, clients: int, seed: int = 0) -> tuple[float, ...]:
         return tuple(float(table[int(place)]) for table, place in pairs)
 
 
+def described(kernels: Kernels, ratios: Sequence[float]) -> tuple[str, ...]:
+    """A line for each width that clients have: how many have it, and what their models cost."""
+    return tuple(_line(kernels, own, list(ratios).count(own)) for own in sorted(set(ratios), reverse=True))
+
+
+def _line(kernels: Kernels, ratio: float, clients: int) -> str:
+    cost = kernels.cost(ratio)
+    flops = f", {cost['flops'] / 1e6:,.3g} MFLOPs a sample" if "flops" in cost else ""
+    numbers = f"{cost['parameters']:,} parameters, {cost['bytes'] / 1e6:,.3g} MB{flops}"
+    return f"width {ratio:g}, {clients} clients: {numbers}"
+
+
 def ratios_setting(value: Any) -> Any:
     """Width ratios as a setting: checked, and a list as a tuple."""
-    if isinstance(value, str) and value != "random":
+    if isinstance(value, str) and value == "random":
+        return value
+    several = isinstance(value, list | tuple | np.ndarray) and np.ndim(value) == 1
+    numbers = [known_number(own) for own in (value if several else (value,))]
+    if None in numbers:
         raise ValueError(f'ratios is {value!r}; it must be numbers of at most 1, or "random"')
-    own = tuple(map(float, value)) if isinstance(value, list | tuple) else value
-    for ratio in own if isinstance(own, tuple) else () if isinstance(own, str) else (own,):
-        held(1, ratio)
-    return own
+    for ratio in numbers:
+        held(1, ratio)  # type: ignore[arg-type]
+    return tuple(numbers) if several else numbers[0]
 
 
 def kernels_in(problem: Any, input_shape: Shape | None = None) -> Kernels:

@@ -18,6 +18,7 @@ from fedbilevel.fed.program import Program
 from fedbilevel.local.descent import Descent
 from fedbilevel.local.gradients import Assemble
 from fedbilevel.local.work import Amount, Work, amount, check_amounts, check_count
+from fedbilevel.number import whole
 from fedbilevel.problem.oracle import Client
 from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree, step, sub, zeros_like
@@ -73,9 +74,9 @@ class CommFedBiO(Algorithm[Compressed]):
     lower_lr: Rate = eqx.field(converter=rate)
     adjoint_lr: Rate = eqx.field(converter=rate)
     topk: int | float = eqx.field(static=True)
-    terms: int = eqx.field(static=True, default=5)
+    terms: int = eqx.field(static=True, converter=whole, default=5)
     lower_steps: Amount = eqx.field(static=True, converter=amount, default=1)
-    cohort: int | None = eqx.field(static=True, default=None)
+    cohort: int | None = eqx.field(static=True, converter=whole, default=None)
 
     def __check_init__(self) -> None:
         check_count("terms", self.terms)

@@ -23,7 +23,7 @@ from fedbilevel.local.decode import check_choice
 from fedbilevel.local.learn import Learn
 from fedbilevel.local.optimizer import SGD, Optimizer, optimizer
 from fedbilevel.local.work import Amount, amount, check_amounts, check_count
-from fedbilevel.number import check_not_negative
+from fedbilevel.number import check_not_negative, whole
 from fedbilevel.problem.oracle import Client
 from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree, add, scale, size, sub, zeros_like
@@ -86,7 +86,7 @@ class CompressedFedAvg(Algorithm[Averaged]):
     size: int | float | None = eqx.field(static=True, default=None)
     feedback: bool = eqx.field(static=True, default=True)
     server_lr: Rate = eqx.field(converter=rate, default=1.0)
-    cohort: int | None = eqx.field(static=True, default=None)
+    cohort: int | None = eqx.field(static=True, converter=whole, default=None)
 
     def __check_init__(self) -> None:
         check_amounts(self, "learn_steps")
@@ -181,12 +181,12 @@ class FetchSGD(Algorithm[Tables]):
 
     learn: Optimizer = eqx.field(converter=optimizer)
     learn_steps: Amount = eqx.field(static=True, converter=amount)
-    rows: int = eqx.field(static=True)
-    columns: int = eqx.field(static=True)
-    k: int = eqx.field(static=True)
+    rows: int = eqx.field(static=True, converter=whole)
+    columns: int = eqx.field(static=True, converter=whole)
+    k: int = eqx.field(static=True, converter=whole)
     momentum: Any = 0.9
     server_lr: Rate = eqx.field(converter=rate, default=1.0)
-    seed: int = eqx.field(static=True, default=0)
+    seed: int = eqx.field(static=True, converter=whole, default=0)
 
     def __check_init__(self) -> None:
         check_amounts(self, "learn_steps")

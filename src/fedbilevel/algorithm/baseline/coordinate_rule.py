@@ -23,7 +23,7 @@ from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.place import Kept
 from fedbilevel.fed.program import Program
 from fedbilevel.local.learn import Learn
-from fedbilevel.number import check_shares
+from fedbilevel.number import check_shares, whole
 from fedbilevel.problem.oracle import Client
 from fedbilevel.problem.submodel import Kernels
 from fedbilevel.selection import best
@@ -106,8 +106,8 @@ class PruneAndGrow(CoordinateRule):
     """
 
     regrown: Any = 0.1
-    until: int = eqx.field(static=True, default=1000)
-    every: int = eqx.field(static=True, default=10)
+    until: int = eqx.field(static=True, converter=whole, default=1000)
+    every: int = eqx.field(static=True, converter=whole, default=10)
 
     def __check_init__(self) -> None:
         check_shares(self, "regrown")
@@ -155,8 +155,8 @@ class Sensitive(CoordinateRule):
         warm_cohort: how many clients do; None: all.
     """
 
-    warm_steps: int = eqx.field(static=True, default=10)
-    warm_cohort: int | None = eqx.field(static=True, default=None)
+    warm_steps: int = eqx.field(static=True, converter=whole, default=10)
+    warm_cohort: int | None = eqx.field(static=True, converter=whole, default=None)
 
     def first(self, fed: Federation, parts: Parts, work: Train, key: jax.Array) -> tuple[PyTree, Kept | None]:
         everyone, levels = fed.everyone, sorted(set(parts.ratios))

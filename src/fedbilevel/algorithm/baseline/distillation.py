@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Float
 
-from fedbilevel.algorithm.base import Algorithm, Info, check_lengths, decides
+from fedbilevel.algorithm.base import Algorithm, Info, check_learns_y, check_lengths, decides
 from fedbilevel.algorithm.baseline.consensus import Confident, Consensus, MeanLogits, SharpMean
 from fedbilevel.algorithm.baseline.heterogeneous import Heterogeneous
 from fedbilevel.algorithm.baseline.mask_rule import Leading, Train
 from fedbilevel.algorithm.fedbio import copies
+from fedbilevel.data.clients import Clients
 from fedbilevel.fed.codec import Partial
 from fedbilevel.fed.cohort import Cohort
 from fedbilevel.fed.federation import Federation
@@ -24,6 +25,7 @@ from fedbilevel.fed.program import Program
 from fedbilevel.local.decode import check_choice
 from fedbilevel.local.optimizer import Optimizer, optimizer
 from fedbilevel.local.work import Amount, amount, check_amounts, check_count
+from fedbilevel.number import whole
 from fedbilevel.problem.accuracy import Classifier, CrossEntropy
 from fedbilevel.problem.base import Problem, ProblemError
 from fedbilevel.problem.classification import InBlocks
@@ -59,8 +61,8 @@ class Distil(Program):
 
     learn: Optimizer
     classifier: Classifier
-    steps: int = eqx.field(static=True)
-    batch: int | None = eqx.field(static=True)
+    steps: int = eqx.field(static=True, converter=whole)
+    batch: int | None = eqx.field(static=True, converter=whole)
     train: Train
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
@@ -141,11 +143,11 @@ class Distillation(Algorithm[Taught]):
     consensus: Consensus = eqx.field(default_factory=MeanLogits)
     exchange: Literal["models", "logits"] = eqx.field(static=True, default="models")
     ratios: Ratios = eqx.field(static=True, converter=ratios_setting, default="random")
-    ratio_seed: int = eqx.field(static=True, default=0)
+    ratio_seed: int = eqx.field(static=True, converter=whole, default=0)
     learn_steps: Amount = eqx.field(static=True, converter=amount, default=5)
-    distil_steps: int = eqx.field(static=True, default=5)
-    distil_batch: int | None = eqx.field(static=True, default=None)
-    cohort: int | None = eqx.field(static=True, default=None)
+    distil_steps: int = eqx.field(static=True, converter=whole, default=5)
+    distil_batch: int | None = eqx.field(static=True, converter=whole, default=None)
+    cohort: int | None = eqx.field(static=True, converter=whole, default=None)
     kernels: Kernels | None = eqx.field(static=True, default=None)
     classifier: Classifier | None = None
     narrow: bool = eqx.field(static=True, default=False)
@@ -180,7 +182,12 @@ class Distillation(Algorithm[Taught]):
         tell = TrainAndTell(train, InBlocks(classifier), self.consensus)
         return tell, Distil(self.distil, classifier, self.distil_steps, self.distil_batch, train)
 
+    def remarks(self, problem: Problem, clients: Clients) -> tuple[str, ...]:
+        """What the clients' models cost."""
+        return self._parts.remarks(problem, clients)
+
     def init(self, fed: Federation, key: jax.Array) -> Taught:
+        check_learns_y(fed.problem)
         check_lengths(self, fed.n)
         x, y = fed.problem.constraint(fed.problem.x0), fed.problem.y0
         return Taught(x, y, fed.keep(copies(y, fed.n)) if self.exchange == "logits" else None)

@@ -15,6 +15,7 @@ from fedbilevel.fed.links import Complete, Links
 from fedbilevel.fed.program import Program
 from fedbilevel.local.descent import Descent
 from fedbilevel.local.work import Amount, Work, amount, check_amounts
+from fedbilevel.number import whole
 from fedbilevel.problem.oracle import Client
 from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree, step
@@ -43,7 +44,7 @@ class FedAvg(TwoVariables):
     level: Literal["upper", "lower"] = eqx.field(static=True, default="upper")
     steps: Amount = eqx.field(static=True, converter=amount, default=1)
     epochs: Amount | None = eqx.field(static=True, converter=amount, default=None)
-    cohort: int | None = eqx.field(static=True, default=None)
+    cohort: int | None = eqx.field(static=True, converter=whole, default=None)
     scale_by_steps: bool = eqx.field(static=True, default=False)
     links: Links = Complete()
 
@@ -103,7 +104,7 @@ class FedAvgS(TwoVariables):
     lower_lr: Rate = eqx.field(converter=rate)
     steps: Amount = eqx.field(static=True, converter=amount, default=1)
     epochs: Amount | None = eqx.field(static=True, converter=amount, default=None)
-    cohort: int | None = eqx.field(static=True, default=None)
+    cohort: int | None = eqx.field(static=True, converter=whole, default=None)
     scale_by_steps: bool = eqx.field(static=True, default=False)
 
     def __check_init__(self) -> None:

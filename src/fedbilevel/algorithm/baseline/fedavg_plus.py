@@ -16,6 +16,7 @@ from fedbilevel.fed.links import Complete, Links
 from fedbilevel.fed.place import Kept
 from fedbilevel.local.descent import Descent
 from fedbilevel.local.work import Amount, Work, amount, check_amounts, check_count
+from fedbilevel.number import whole
 from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree
 
@@ -67,8 +68,8 @@ class FedAvgPlus(Algorithm[Tuned]):
     tune_steps: Amount = eqx.field(static=True, converter=amount, default=1)
     tune_epochs: Amount | None = eqx.field(static=True, converter=amount, default=None)
     tune_lr: Any = eqx.field(converter=_rate_or_none, default=None)
-    tune_every: int = eqx.field(static=True, default=1)
-    cohort: int | None = eqx.field(static=True, default=None)
+    tune_every: int = eqx.field(static=True, converter=whole, default=1)
+    cohort: int | None = eqx.field(static=True, converter=whole, default=None)
     links: Links = Complete()
 
     def __check_init__(self) -> None:

@@ -23,6 +23,7 @@ from fedbilevel.fed.place import Kept
 from fedbilevel.fed.program import Program
 from fedbilevel.local.push_sum import Displaced
 from fedbilevel.local.work import Amount, Work, amount, check_amounts
+from fedbilevel.number import whole
 from fedbilevel.problem.accuracy import CrossEntropy
 from fedbilevel.problem.base import Problem
 from fedbilevel.problem.objective import Objective
@@ -151,7 +152,7 @@ class FedEM(Algorithm[Mixed]):
     lower_lr: Rate = eqx.field(converter=rate)
     steps: Amount = eqx.field(static=True, converter=amount, default=1)
     epochs: Amount | None = eqx.field(static=True, converter=amount, default=None)
-    cohort: int | None = eqx.field(static=True, default=None)
+    cohort: int | None = eqx.field(static=True, converter=whole, default=None)
     links: Links = Complete()
 
     def __check_init__(self) -> None:

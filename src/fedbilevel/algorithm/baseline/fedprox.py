@@ -14,7 +14,7 @@ from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.links import Complete, Links
 from fedbilevel.fed.program import Program
 from fedbilevel.local.work import Amount, Work, amount, check_amounts
-from fedbilevel.number import check_not_negative
+from fedbilevel.number import check_not_negative, whole
 from fedbilevel.problem.oracle import Client
 from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree, add, scale, step, sub
@@ -59,7 +59,7 @@ class FedProx(TwoVariables):
     mu: Any
     steps: Amount = eqx.field(static=True, converter=amount, default=1)
     epochs: Amount | None = eqx.field(static=True, converter=amount, default=None)
-    cohort: int | None = eqx.field(static=True, default=None)
+    cohort: int | None = eqx.field(static=True, converter=whole, default=None)
     links: Links = Complete()
 
     def __check_init__(self) -> None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 
-from fedbilevel.algorithm.base import Algorithm, Info, check_lengths, decides
+from fedbilevel.algorithm.base import Algorithm, Info, check_learns_y, check_lengths, decides
 from fedbilevel.algorithm.baseline.coordinate_rule import LargestForward, PruneAndGrow, Sensitive
 from fedbilevel.algorithm.baseline.mask_rule import (
     KernelRule,
@@ -20,13 +20,16 @@ from fedbilevel.algorithm.baseline.mask_rule import (
     Rolling,
     Train,
 )
+from fedbilevel.data.clients import Clients
 from fedbilevel.fed.codec import Partial
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.place import Kept
 from fedbilevel.local.learn import Learn
 from fedbilevel.local.optimizer import Optimizer, optimizer
 from fedbilevel.local.work import Amount, amount, check_amounts, check_count
-from fedbilevel.problem.submodel import Kernels, Ratios, kernels_in, ratios_setting, widths
+from fedbilevel.number import whole
+from fedbilevel.problem.base import Problem
+from fedbilevel.problem.submodel import Kernels, Ratios, described, kernels_in, ratios_setting, widths
 from fedbilevel.tree import PyTree
 
 
@@ -73,10 +76,10 @@ class Heterogeneous(Algorithm[WholeModel]):
     learn: Optimizer = eqx.field(converter=optimizer)
     rule: MaskRule
     ratios: Ratios = eqx.field(static=True, converter=ratios_setting, default="random")
-    ratio_seed: int = eqx.field(static=True, default=0)
+    ratio_seed: int = eqx.field(static=True, converter=whole, default=0)
     learn_steps: Amount = eqx.field(static=True, converter=amount, default=5)
     average: Literal["holders", "all"] = eqx.field(static=True, default="holders")
-    cohort: int | None = eqx.field(static=True, default=None)
+    cohort: int | None = eqx.field(static=True, converter=whole, default=None)
     kernels: Kernels | None = eqx.field(static=True, default=None)
     narrow: bool = eqx.field(static=True, default=False)
 
@@ -94,7 +97,14 @@ class Heterogeneous(Algorithm[WholeModel]):
         parts = Parts(kernels, widths(self.ratios, fed.n, self.ratio_seed))
         return Train(self.rule, parts, Learn(self.learn, self.learn_steps), time, self.narrow)
 
+    def remarks(self, problem: Problem, clients: Clients) -> tuple[str, ...]:
+        """What the clients' models cost. Of single weights there are as many, whose FLOPs depend on which."""
+        shape = clients.input_shape("upper") if isinstance(self.rule, KernelRule) else None
+        kernels = kernels_in(problem, shape) if self.kernels is None else self.kernels
+        return described(kernels, widths(self.ratios, clients.n, self.ratio_seed))
+
     def init(self, fed: Federation, key: jax.Array) -> WholeModel:
+        check_learns_y(fed.problem)
         check_lengths(self, fed.n)
         work = self._train(fed, 0)
         y, memory = self.rule.first(fed, work.parts, work, key)

@@ -17,7 +17,7 @@ from fedbilevel.fed.loop import repeat
 from fedbilevel.fed.place import Kept
 from fedbilevel.fed.program import Program
 from fedbilevel.local.work import Amount, Work, amount, check_amounts, check_count
-from fedbilevel.number import check_not_negative
+from fedbilevel.number import check_not_negative, whole
 from fedbilevel.problem.oracle import Client
 from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree, add, scale, step, sub
@@ -37,7 +37,7 @@ class MoreauSteps(Program):
     lower_lr: Any
     outer_lr: Any
     lam: Any
-    inner_steps: int = eqx.field(static=True)
+    inner_steps: int = eqx.field(static=True, converter=whole)
     work: Work
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
@@ -90,12 +90,12 @@ class PFedMe(Algorithm[Moreau]):
 
     lower_lr: Rate = eqx.field(converter=rate)
     lam: Any = 15.0
-    inner_steps: int = eqx.field(static=True, default=5)
+    inner_steps: int = eqx.field(static=True, converter=whole, default=5)
     outer_lr: Rate = eqx.field(converter=rate, default=0.005)
     beta: Any = 1.0
     steps: Amount = eqx.field(static=True, converter=amount, default=1)
     epochs: Amount | None = eqx.field(static=True, converter=amount, default=None)
-    cohort: int | None = eqx.field(static=True, default=None)
+    cohort: int | None = eqx.field(static=True, converter=whole, default=None)
     links: Links = Complete()
 
     def __check_init__(self) -> None:

@@ -13,6 +13,7 @@ from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.program import Program
 from fedbilevel.local.descent import Descent
 from fedbilevel.local.work import Amount, Work, amount, check_amounts
+from fedbilevel.number import whole
 from fedbilevel.problem.oracle import Client
 from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree, dot, scale, step, sub
@@ -66,7 +67,7 @@ class QFFL(TwoVariables):
     q: Any = 1.0
     steps: Amount = eqx.field(static=True, converter=amount, default=1)
     epochs: Amount | None = eqx.field(static=True, converter=amount, default=None)
-    cohort: int | None = eqx.field(static=True, default=None)
+    cohort: int | None = eqx.field(static=True, converter=whole, default=None)
 
     def __check_init__(self) -> None:
         check_amounts(self, "steps", "epochs")
