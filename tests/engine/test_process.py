@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing.connection
 import os
 import pathlib
 import re
@@ -337,3 +338,26 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: pathlib.Path) -> None:
 
 def _search(pattern: str, line: str) -> bool:
     return re.search(pattern, line, re.DOTALL) is not None
+
+
+def test_what_all_can_make_from_a_seed_is_not_sent(
+    processes: fb.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The matrix of a sketch has 820 kB; clients make it themselves, and compute what the simulator does."""
+    sent, send = [], multiprocessing.connection.Connection.send_bytes
+
+    def counted(self: Any, message: bytes, *rest: Any) -> None:
+        sent.append(len(message))
+        send(self, message, *rest)
+
+    monkeypatch.setattr(multiprocessing.connection.Connection, "send_bytes", counted)
+    problem = fb.Classification(fb.SlicedMLP((32, 3)), inputs=(60,), classes=3, client_metrics={})
+    draws = np.random.default_rng(0)
+    inputs, labels = draws.normal(size=(3, 12, 60)).astype(np.float32), draws.integers(0, 3, (3, 12))
+    clients = fb.Clients({"inputs": inputs, "labels": labels.astype(np.int32)})
+    method = fb.FedSep(fb.LinearSketch(100), fb.SGD(0.1), learn_steps=2)
+    there, here = (
+        fb.solve(problem, clients, method, 2, engine=engine) for engine in (processes, "simulator")
+    )
+    np.testing.assert_allclose(there.x, here.x, atol=1e-5)
+    assert 0 < max(sent) < 100_000

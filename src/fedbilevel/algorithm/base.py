@@ -71,6 +71,14 @@ class Algorithm(eqx.Module, Generic[State]):
         """This algorithm for a problem: with what can be made once for all steps made."""
         return self
 
+    def made(self) -> PyTree:
+        """What `on` made: every client can make it too, so nobody sends it. () if that is nothing."""
+        return ()
+
+    def unmade(self) -> Any:
+        """This algorithm without what `on` made: what clients are told of it."""
+        return self
+
     def at(self, time: Any) -> Any:
         """This algorithm with every schedule replaced by its value at step `time`."""
         return jax.tree.map(

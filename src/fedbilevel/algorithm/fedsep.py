@@ -166,6 +166,12 @@ class FedSep(Algorithm[Separated]):
         server_lr = self.decoder.server_lr(problem) if auto else self.server_lr
         return dataclasses.replace(self, shared=made, server_lr=server_lr)
 
+    def made(self) -> PyTree:
+        return () if self.shared is None else self.shared
+
+    def unmade(self) -> FedSep:
+        return dataclasses.replace(self, shared=None)
+
     def remarks(self, problem: Problem, clients: Clients) -> tuple[str, ...]:
         """What the decoder says."""
         return self.decoder.remarks(problem, clients)

@@ -52,7 +52,7 @@ def agreed_parts(
     """The part of a configuration that a client may insist on: what is solved, and how."""
     return {
         "problem": _without_metrics(problem) if isinstance(problem, Problem) else problem,
-        "algorithm": stepper.at(0),  # schedules stay with the server, which sends their values
+        "algorithm": stepper.unmade().at(0),  # schedules stay with the server, which sends their values
         "probes": list(probes),
         "x64": jnp.result_type(float) == jnp.float64,
     }

@@ -90,6 +90,7 @@ class RemoteFederation(Federation):
         self.numbers = Numbers()
         self.failures: list[str] = []
         self.agreed: dict[Any, tuple[Ref, set[int], list[Any]]] = {}
+        self.made = stepper.made()
         self._tokens, self.rounds = itertools.count(), itertools.count()
 
     # -------------------------------------------------------------- language

@@ -49,15 +49,15 @@ class RemoteCohort(Cohort):
 
     def _agreed(self, tree: PyTree) -> Ref:
         # Sent once to each client, however often it is used: the same arrays are the same value.
-        leaves = jax.tree.leaves(tree)
-        spot = (jax.tree.structure(tree), tuple(map(id, leaves)))
+        spot = _spot(tree)
         ref, holders, _ = self.fed.agreed.setdefault(
-            spot, (self.fed.numbers.new(spec_of(tree)), set(), leaves)
+            spot, (self.fed.numbers.new(spec_of(tree)), set(), jax.tree.leaves(tree))
         )
         while len(self.fed.agreed) > _AGREED:  # what a method makes anew in every round is not kept for ever
             del self.fed.agreed[next(iter(self.fed.agreed))]
+        made = spot == _spot(self.fed.made)
         for place, queue in self._queues(np.array([int(i) not in holders for i in self.ids])):
-            queue.put(ref, tree)
+            queue.add("make", ref.number) if made else queue.put(ref, tree)
             holders.add(int(self.ids[place]))
         return ref
 
@@ -125,3 +125,8 @@ class RemoteCohort(Cohort):
         rows, senders = self.fed.read(self.ids, value.value, value.present)
         mixed = jax.tree.map(lambda leaf: jnp.tensordot(weights.astype(leaf.dtype), leaf, axes=1), rows)
         return self._deal(mixed), nbytes(value.value.spec), senders
+
+
+def _spot(tree: PyTree) -> tuple[Any, ...]:
+    """Which arrays a tree is made of: those very ones, not such as equal them."""
+    return jax.tree.structure(tree), tuple(map(id, jax.tree.leaves(tree)))

@@ -34,7 +34,7 @@ from fedbilevel.tree import PyTree
 _MYSELF = ""
 """The name of a client among its peers' letters: no peer has it."""
 
-_STORED, _DONE = ("keep", "free", "add"), ("put", "run", "push")
+_STORED, _DONE = ("keep", "free", "add"), ("put", "make", "run", "push")
 """The commands that are answered by nothing: those to the store, and those to the client."""
 
 
@@ -120,7 +120,7 @@ class Worker:
             clients = assembled(self._levels(), clients)
             _check_labels(self.problem, clients)
         self.problem, self.clients = (jax.tree.map(_on_device, t) for t in (self.problem, rounded(clients)))
-        self.id = id
+        self.id, self.algorithm = id, algorithm
         self.runs: dict[Any, LocalRun] = {}
         self.programs = programs_of(self.problem, self.clients, n, algorithm, probes, self._shapes)
         return {"programs": names(self.programs)}
@@ -149,6 +149,10 @@ class Worker:
 
     def _put(self, ref: int, structure: Json, arrays: list[Array]) -> None:
         self.store.values[ref] = jax.tree.map(jnp.asarray, self._unpacked(structure, arrays))
+
+    def _make(self, ref: int, arrays: list[Array]) -> None:
+        """What the algorithm makes from a seed that all agreed on."""
+        self.store.values[ref] = jax.tree.map(jnp.asarray, self.algorithm.on(self.problem).made())
 
     def _unpacked(self, structure: Json, arrays: list[Array]) -> PyTree:
         # With an agreement only what it needed is imported; a value brings no module of its own.
