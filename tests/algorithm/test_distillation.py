@@ -59,6 +59,12 @@ class Watched(OneLayer):
         return super().__call__(parameters, inputs)
 
 
+@pytest.mark.parametrize("public", [{"inputs": OPEN}, "mnist"])
+def test_public_samples_that_are_no_array_are_refused(public):
+    with pytest.raises(ValueError, match=r"public is a (dict|str); it must be an array \(samples"):
+        FedDF(fb.SGD(LEARN), fb.SGD(DISTIL), public)
+
+
 def solved(make, model=OneLayer(), public=OPEN, **options):
     loss = CrossEntropy(OfModel(model))
     problem = fb.Problem(loss, loss, (), {"weight": jnp.asarray(START)})

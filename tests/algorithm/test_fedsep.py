@@ -65,6 +65,12 @@ def test_clients_may_learn_models_of_different_shapes():
     np.testing.assert_allclose(result.x, x, atol=1e-12)
 
 
+def test_one_decoder_is_one_of_them_and_other_things_are_refused():
+    assert EachDecoder(LinearSketch(3), 0).decoders == EachDecoder((LinearSketch(3),), 0).decoders
+    with pytest.raises(ValueError, match="decoders is 3; it must be a tuple of decoders"):
+        EachDecoder(3, 0)
+
+
 def distance(x, y, samples):
     """f_i, which does not look at x, whatever its shape: `½ (y − c_i)ᵀD_i(y − c_i)`."""
     gap = y - samples["c"]

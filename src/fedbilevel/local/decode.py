@@ -177,6 +177,14 @@ class GradientDecoder(Decoder):
         return scale(-1, me.g_xy(x, y, u, me.batch("lower", k_mixed)))
 
 
+def _several(decoders: Any) -> tuple[Decoder, ...]:
+    """Decoders as a tuple; one alone is one of them."""
+    own = (decoders,) if isinstance(decoders, Decoder) else decoders
+    if not isinstance(own, list | tuple) or not all(isinstance(each, Decoder) for each in own):
+        raise ValueError(f"decoders is {decoders!r}; it must be a tuple of decoders")
+    return tuple(own)
+
+
 class EachDecoder(Decoder):
     """Another decoder for every kind of client, all of the same x.
 
@@ -185,7 +193,7 @@ class EachDecoder(Decoder):
         assignment: which of them a client has: a tuple with one number for each client.
     """
 
-    decoders: tuple[Decoder, ...] = eqx.field(converter=tuple)
+    decoders: tuple[Decoder, ...] = eqx.field(converter=_several)
     assignment: Amount = eqx.field(static=True, converter=amount)
 
     def __check_init__(self) -> None:

@@ -210,8 +210,8 @@ class SRHT(Sketch):
     """Subsampled randomised Hadamard transform: `S = P H Σ/√d`, in `O(d log d)`.
 
     Σ has random signs, H is the Hadamard matrix (entries ±1) of d rounded up to a power of two, D, and P
-    picks p of its rows without repetition. Where d = D the rows are orthogonal: `SSᵀ = I`. Kept: d signs and
-    p places.
+    picks p of its rows without repetition. Where d = D the rows are orthogonal: `SSᵀ = I`; otherwise, with p
+    near d, they may depend on each other, and not every ω is an Sθ. Kept: d signs and p places.
 
     Reference: N. Ailon, B. Chazelle, The fast Johnson–Lindenstrauss transform, SIAM J. Comput. 39, 2009;
     J. A. Tropp, Improved analysis of the subsampled randomized Hadamard transform, 2011.

@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
+import numpy as np
 from jaxtyping import Array, Float
 
 from fedbilevel.algorithm.base import Algorithm, Info, check_learns_y, check_lengths, decides
@@ -32,6 +33,19 @@ from fedbilevel.problem.classification import InBlocks
 from fedbilevel.problem.oracle import Client
 from fedbilevel.problem.submodel import Kernels, Ratios, ratios_setting
 from fedbilevel.tree import PyTree, times
+
+
+def _samples(public: Any) -> Any:
+    """Public samples as an array."""
+    if hasattr(public, "dtype"):
+        return jnp.asarray(public)
+    try:
+        return jnp.asarray(np.asarray(public, float))
+    except (TypeError, ValueError):
+        kind = type(public).__name__
+        raise ValueError(
+            f"public is a {kind}; it must be an array (samples, *inputs), such as `fb.data.set_aside` gives"
+        ) from None
 
 
 class TrainAndTell(Program):
@@ -139,7 +153,7 @@ class Distillation(Algorithm[Taught]):
 
     learn: Optimizer = eqx.field(converter=optimizer)
     distil: Optimizer = eqx.field(converter=optimizer)
-    public: jax.Array = eqx.field(converter=jnp.asarray)
+    public: jax.Array = eqx.field(converter=_samples)
     consensus: Consensus = eqx.field(default_factory=MeanLogits)
     exchange: Literal["models", "logits"] = eqx.field(static=True, default="models")
     ratios: Ratios = eqx.field(static=True, converter=ratios_setting, default="random")
