@@ -1,6 +1,6 @@
 """`python -m fedbilevel` is the command line."""
 
-from fedbilevel.cli import main
+from fedbilevel.cli import program
 
 if __name__ == "__main__":
-    main()
+    program()

@@ -227,6 +227,15 @@ def test_a_halving_is_the_best_of_all(seed):
     assert whole.tolist() == cluster.tolist()
 
 
+def test_federated_averaging_of_a_variable_that_is_not_there_is_refused():
+    no_x = fb.Problem(pull, pull, (), jnp.zeros(2))
+    with pytest.raises(ValueError, match=r"the method tunes x, and this problem has none.*level="):
+        fb.solve(no_x, fb.Clients(PLACES[:, None]), fb.FedAvg(0.1), 1)
+    no_y = fb.single_level(lambda x, samples: jnp.sum(x**2), jnp.zeros(2))
+    with pytest.raises(ValueError, match=r"the method learns y, and this problem .* has none"):
+        fb.solve(no_y, fb.Clients(PLACES[:, None]), fb.FedAvg(0.1, level="lower"), 1)
+
+
 def test_one_cluster_is_fedavg():
     average = solved(fb.FedAvg(0.1, level="lower", steps=2), 5)
     together = solved(fb.ClusteredFL(0.1, 0.0, 0.0, steps=2), 5)

@@ -149,6 +149,18 @@ def test_an_interrupted_run_says_how_to_go_on(
     assert rows(tmp_path / "o" / "seed-0") == rows(tmp_path / "whole" / "seed-0")
 
 
+def test_runs_that_had_not_begun_are_told_and_begun_by_the_same_command(
+    fedbilevel: Any, tmp_path: Any, interrupted: Any, no_figures: None
+) -> None:
+    file = write(tmp_path, "seeds = [0, 1]\n" + SADDLE)
+    said = fedbilevel("run", file, "-o", "o")
+    assert said.code == 130
+    assert "1 of 2 runs have not begun: the same command again begins them, and goes on from" in said.err
+    interrupted.undo()
+    assert fedbilevel("run", file, "-o", "o").code == 0
+    assert {manifest(tmp_path / "o" / f"seed-{seed}")["status"] for seed in (0, 1)} == {"done"}
+
+
 def test_interrupting_a_resumed_run_is_exit_code_130_too(
     fedbilevel: Any, tmp_path: Any, interrupted: Any
 ) -> None:

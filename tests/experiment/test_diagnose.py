@@ -18,6 +18,7 @@ from fedbilevel import (
     single_level,
     solve,
 )
+from fedbilevel.experiment.diagnose import _local_steps
 from fedbilevel.problem.quadratic import lower_objective, upper_objective
 
 # All problems have these shapes, so that each kind of question is compiled once.
@@ -86,6 +87,14 @@ def test_both_ends_of_the_spectrum_are_those_of_numpy(regular: Any) -> None:
     assert found.damping == 0
     assert found.smoothness >= high
     np.testing.assert_allclose(found.lower_lr, 1 / found.smoothness)
+
+
+def test_the_step_size_of_the_lower_level_is_divided_among_local_steps(regular: Any) -> None:
+    given, found = regular
+    own = examine(given, algorithm=dataclasses.replace(ACCURATE, lower_steps=4))
+    np.testing.assert_allclose(own.lower_lr, found.lower_lr / 4, rtol=1e-5)
+    assert _local_steps(dataclasses.replace(ACCURATE, lower_steps=(1, 5, 2))) == 5
+    assert _local_steps(None) == 1
 
 
 def test_the_spread_is_the_relative_deviation_of_the_clients(regular: Any) -> None:

@@ -27,6 +27,7 @@ from fedbilevel.experiment.build import build
 from fedbilevel.experiment.config import plans
 from fedbilevel.experiment.directory import Directory
 from fedbilevel.experiment.recorded import RunError
+from fedbilevel.experiment.registry import ConfigError
 from fedbilevel.experiment.runner import Outcome, run_all
 from fedbilevel.experiment.sweep import lanes, sweep
 
@@ -381,3 +382,21 @@ def test_a_run_that_diverges_does_not_disturb_the_others(tmp_path: Any) -> None:
     outcomes = [*run_all(grid(tmp_path, 0.05, 1e30), together=True)]
     assert [outcome.status for outcome in outcomes] == ["done", "done", "diverged", "diverged"]
     assert outcomes[0].result.x == pytest.approx(run(outcomes[0].plan, tmp_path / "alone").result.x, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ('kind = "FedBiO"', r"tiny\.toml \(B\): algorithm\.adjoint_lr is missing"),
+        ("upper_lr = -1", r"tiny\.toml \(B\): algorithm: a step size is -1"),
+        ("scale_by_steps = 3", r"tiny\.toml \(B\): algorithm\.scale_by_steps is 3"),
+    ],
+)
+def test_a_mistake_in_the_last_variant_shows_before_the_first_runs(
+    tmp_path: Any, setting: str, said: str
+) -> None:
+    file = write(tmp_path, f"{SADDLE}\n[variants.A]\n[variants.B]\nalgorithm.{setting}\n")
+    tasks = [(own, tmp_path / own.folder) for own in plans(file)]
+    with pytest.raises(ConfigError, match=said):
+        list(run_all(tasks))
+    assert not any(folder.exists() for _, folder in tasks)

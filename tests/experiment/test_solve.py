@@ -329,10 +329,16 @@ def test_an_unknown_engine_is_refused_with_the_nearest_name() -> None:
         run(1, engine="xyz")
 
 
-@pytest.mark.parametrize(("steps", "every"), [(-1, 2), (1, 0), (1, -3)])
-def test_numbers_of_steps_are_checked(steps: int, every: int) -> None:
-    with pytest.raises(ValueError, match="must be at least 0 and 1"):
+@pytest.mark.parametrize(
+    ("steps", "every"), [(-1, 2), (1, 0), (1, -3), (3.5, 1), ("3", 1), (None, 1), (True, 1), (2, 1.5)]
+)
+def test_numbers_of_steps_are_checked(steps: Any, every: Any) -> None:
+    with pytest.raises(ValueError, match=r"(steps|every) is .*; it must be a whole number of at least [01]"):
         run(steps, every=every)
+
+
+def test_numbers_of_steps_may_be_numpys() -> None:
+    assert run(np.int64(2), every=np.int32(1)).steps == 2
 
 
 def per_sample(x: Any, y: Any, samples: Any) -> Any:

@@ -125,7 +125,7 @@ def check_tunes_x(problem: Any) -> None:
     if not size(problem.x0):
         raise ValueError(
             "the method tunes x, and this problem has none: its x0 is empty. Use one that learns y alone, "
-            "such as SGP or FedAvg, or a problem with an x, such as fedbilevel.ClassWeights"
+            'such as SGP or FedAvg(level="lower"), or a problem with an x, such as fedbilevel.ClassWeights'
         )
 
 

@@ -1,5 +1,5 @@
 """The command line: `fedbilevel run FILE`, and what goes with it."""
 
-from fedbilevel.cli.main import main
+from fedbilevel.cli.main import main, program
 
-__all__ = ["main"]
+__all__ = ["main", "program"]

@@ -86,6 +86,8 @@ def _of_source(source: Source) -> str:
 def _papers() -> dict[str, str]:
     """The experiment files that stand in the folder `papers` here, with their descriptions."""
     files = sorted(pathlib.Path("papers").rglob("*.toml"))
+    if not files:
+        return {"(none here)": "the papers' files are in the folder papers of fedbilevel's repository"}
     return {str(file): _first_comment(file) for file in files}
 
 

@@ -65,5 +65,20 @@ def main() -> None:
         sys.exit(LOST if isinstance(error, LostProcessError) else 2 if expected else 70)
 
 
+def program() -> None:
+    """`main` as a program: one that was interrupted ends at once.
+
+    XLA may be compiling in threads of its own, which a regular end of the interpreter does not survive.
+    """
+    try:
+        main()
+    except SystemExit as end:
+        if end.code != 130:
+            raise
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(130)
+
+
 def _one_line(message: Any, *_: Any, **__: Any) -> None:
     print(f"Warning: {message}", file=sys.stderr)

@@ -227,7 +227,7 @@ def _go_on(
             outcomes.append(outcome)
             remark(_line(outcome, len(outcomes), len(tasks)))
     except KeyboardInterrupt:
-        remark(f"Interrupted. `fedbilevel resume {out}` goes on from the last checkpoints.")
+        remark(f"Interrupted. {_how_to_go_on(tasks, out)} goes on from the last checkpoints.")
         raise typer.Exit(130) from None
     try:
         if leads():
@@ -235,6 +235,14 @@ def _go_on(
     except RunError as error:  # the runs are done all the same
         remark(f"No comparison: {error}")
     return outcomes
+
+
+def _how_to_go_on(tasks: Sequence[Task], out: pathlib.Path) -> str:
+    """`resume` knows the runs that have begun; the others are known to the experiment file alone."""
+    waiting = sum(not folder.exists() for _, folder in tasks)
+    if not waiting:
+        return f"`fedbilevel resume {out}`"
+    return f"{waiting} of {len(tasks)} runs have not begun: the same command again begins them, and"
 
 
 def _line(outcome: Outcome, number: int, of: int) -> str:

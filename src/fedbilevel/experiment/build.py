@@ -72,15 +72,7 @@ def build(plan: Plan) -> Built:
     """The objects that a plan describes; errors name the file and the key."""
     try:
         problem, clients = _problem_and_clients(plan)
-        given = {"algorithm": {"public": lambda: _public(plan)}}
-        algorithm, engine = (
-            construct(plan.config[key], TABLES[key], key, given.get(key)) for key in ("algorithm", "engine")
-        )
-        best = (
-            construct({"kind": "Best"} | plan.config["best"], NESTED, "best")
-            if "best" in plan.config
-            else None
-        )
+        algorithm, engine, best = _constructed(plan, lambda: _public(plan))
     except (ConfigError, DataError) as error:
         raise type(error)(f"{plan.place}: {error}") from error
     try:
@@ -89,6 +81,26 @@ def build(plan: Plan) -> Built:
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{plan.place}: {error}") from error
     return Built(problem, clients, algorithm, engine, best)
+
+
+def check_settings(plan: Plan) -> None:
+    """Raise an error that explains if method, engine or best point cannot be made, whatever the data are."""
+    public = plan.config.get("data", {}).get("public")
+    samples = public if type(public) is int and public > 0 else 1
+    try:
+        _constructed(plan, lambda: np.zeros((samples, 1)))
+    except ConfigError as error:
+        raise ConfigError(f"{plan.place}: {error}") from error
+
+
+def _constructed(plan: Plan, public: Callable[[], Any]) -> tuple[Algorithm[Any], Engine, Best | None]:
+    given = {"algorithm": {"public": public}}
+    algorithm, engine = (
+        construct(plan.config[key], TABLES[key], key, given.get(key)) for key in ("algorithm", "engine")
+    )
+    if "best" not in plan.config:
+        return algorithm, engine, None
+    return algorithm, engine, construct({"kind": "Best"} | plan.config["best"], NESTED, "best")
 
 
 def data_table(plan: Plan) -> Table:

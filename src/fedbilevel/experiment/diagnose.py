@@ -40,7 +40,7 @@ class Diagnosis:
         spread: relative spread over clients of `g_y, f_y, f_x, g_yy v, g_xy v` (0: all alike).
         smoothness: suggested ℓ.
         damping: suggested damping; 0 if H is positive definite.
-        lower_lr: suggested step size for y, `1/ℓ`.
+        lower_lr: suggested step size for y, `1/ℓ`, over the local steps of the given algorithm.
         upper_lr: suggested step size for x, one over the measured curvature of h; None if not measured.
         terms: suggested number of terms of the Neumann series for the tolerance.
         cg_terms: suggested number of CG iterations for the tolerance.
@@ -89,7 +89,9 @@ class Diagnosis:
         lines.append(f"accurate hypergradient: norm {self.hypergradient_norm:.4g}")
         if self.residual is not None:
             lines[-1] += f", adjoint residual {self.residual:.2g}"
-        if self.estimator_error is not None:
+        if self.estimator_error is not None and math.isnan(self.estimator_error):
+            lines.append("the given method's hypergradient: not compared, the accurate one is zero here")
+        elif self.estimator_error is not None:
             lines.append(
                 f"the given method's hypergradient: error {self.estimator_error:.2g}, "
                 f"bias {self.estimator_bias:.2g}"
@@ -137,7 +139,16 @@ def diagnose(
         spread = ask(SpreadProbe(), clients.whole())
         damping = 0.0 if ends.low > 0 else -ends.low + ends.low_error + 0.01 * abs(ends.high)
         deep = _hypergradient(ask, clients, iterations, damping, algorithm)
-    return _diagnosis(ends, spread, damping, deep, tolerance, ask.ledger)
+    found = _diagnosis(ends, spread, damping, deep, tolerance, ask.ledger)
+    return dataclasses.replace(found, lower_lr=found.lower_lr / _local_steps(algorithm))
+
+
+def _local_steps(algorithm: Any) -> int:
+    """How often a client steps between two averages: a step is that much shorter in the theory."""
+    if not hasattr(algorithm, "lower_rounds"):  # of others, lower_steps are no local steps
+        return 1
+    steps = algorithm.lower_steps
+    return max(steps) if isinstance(steps, tuple) else int(steps or 1)
 
 
 def _hypergradient(

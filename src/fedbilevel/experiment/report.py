@@ -56,8 +56,8 @@ class Score:
         return cls(float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None)
 
     def __str__(self) -> str:
-        if math.isnan(self.mean) and self.std is None:
-            return "nan"
+        if math.isnan(self.mean):
+            return "-"  # nothing was measured there: a run had spent more before its first row
         return f"{self.mean:.4g} ± {'-' if self.std is None else f'{self.std:.2g}'}"
 
 

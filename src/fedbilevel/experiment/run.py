@@ -23,6 +23,7 @@ from fedbilevel.experiment.loop import Callback, Run
 from fedbilevel.experiment.progress import Tick, progress_bar
 from fedbilevel.experiment.record import Result
 from fedbilevel.fed.ledger import Ledger
+from fedbilevel.number import whole
 from fedbilevel.problem.base import Problem
 from fedbilevel.tree import all_finite
 
@@ -62,6 +63,7 @@ def solve(
     A NaN or overflow ends the run with `diverged=True` and the last finite state.
     """
     check(problem, clients, algorithm, steps, every)
+    steps, every = whole(steps), whole(every)
     if start is not None:
         _check_start(problem, clients, algorithm, start)
     seed = (0 if start is None else start.seed) if seed is None else seed
@@ -130,16 +132,24 @@ def check(problem: Problem, clients: Clients, algorithm: Any, steps: int, every:
                 f"`{name}` is {repr(value)[:80]}; it must be a {kind.__name__}. "
                 "The call is solve(problem, clients, algorithm, steps)."
             )
-    if steps < 0 or (every is not None and every < 1):
-        raise ValueError(f"steps is {steps} and every is {every}; they must be at least 0 and 1")
+    for name, number, least in (("steps", steps, 0), ("every", every, 1)):
+        if number is not None or name == "steps":
+            _check_whole(name, number, least)
     if not bool(all_finite((problem.x0, problem.y0))):
         raise ValueError("x0 or y0 holds a NaN or an infinity: a run cannot start there")
     cohort = getattr(algorithm, "cohort", None)
+    if cohort is not None:
+        _check_whole("cohort", cohort, 1)
     if cohort is not None and not 1 <= cohort <= clients.n:
         raise ValueError(f"cohort is {cohort}, but there are {clients.n} clients; None means all of them")
     if cohort is not None and clients.has_weightless:
         raise ValueError("a sampled cohort may consist of clients of weight 0 alone; leave such clients out")
     together(lambda: problem.check(clients))  # in a mesh each process has its own clients' samples
+
+
+def _check_whole(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
 
 
 def _check_start(problem: Problem, clients: Clients, algorithm: Algorithm[Any], start: Result) -> None:

@@ -12,7 +12,7 @@ import jax
 
 from fedbilevel.algorithm.base import CannotRunError
 from fedbilevel.engine.mesh.join import leads
-from fedbilevel.experiment.build import Built, build
+from fedbilevel.experiment.build import Built, build, check_settings
 from fedbilevel.experiment.claim import claimed
 from fedbilevel.experiment.config import Plan
 from fedbilevel.experiment.directory import NOT_APPLICABLE
@@ -70,6 +70,8 @@ def run_all(
         adapt: changes what a plan is built to, for example its engine.
     """
     _check_folders([folder.resolve() for _, folder in tasks])
+    for plan, _ in tasks:  # a mistake in the last one shows before the first has run for hours
+        check_settings(plan)
     groups: dict[Any, list[Task]] = {}
     for number, (plan, folder) in enumerate(tasks):
         settings = [str(plan.config.get(key)) for key in _TOGETHER] if together else [number]

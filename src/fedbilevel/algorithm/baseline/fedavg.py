@@ -8,7 +8,14 @@ import equinox as eqx
 import jax
 import jax.random as jr
 
-from fedbilevel.algorithm.base import Info, TwoVariables, Variables, with_server
+from fedbilevel.algorithm.base import (
+    Info,
+    TwoVariables,
+    Variables,
+    check_learns_y,
+    check_tunes_x,
+    with_server,
+)
 from fedbilevel.data.batches import Batch
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.links import Complete, Links
@@ -55,6 +62,10 @@ class FedAvg(TwoVariables):
 
     def among(self, n: int) -> Any:
         return with_server(self, n)
+
+    def init(self, fed: Federation, key: jax.Array) -> Variables:
+        (check_tunes_x if self.level == "upper" else check_learns_y)(fed.problem)
+        return super().init(fed, key)
 
     def step(self, fed: Federation, state: Variables, key: jax.Array) -> tuple[Variables, Info]:
         k_cohort, k_steps = jr.split(key)
