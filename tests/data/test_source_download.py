@@ -189,6 +189,16 @@ def test_the_cache_is_the_default_place(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert get("mnist") == tmp_path / "fedbilevel" / "mnist"
 
 
+def test_what_lies_in_the_folder_of_the_environment_is_not_fetched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("FEDBILEVEL_DATA", str(tmp_path / "own"))
+    write_idx_set(tmp_path / "own" / "mnist")
+    assert get("mnist") == tmp_path / "own" / "mnist"
+    assert not cache_folder().exists()
+
+
 # ------------------------------------------------------------------ archives
 
 

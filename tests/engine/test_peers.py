@@ -28,6 +28,7 @@ from fedbilevel.engine.reply import Reply
 from fedbilevel.engine.session import agree
 from fedbilevel.engine.wire import decode, encode
 from fedbilevel.engine.worker import Worker
+from fedbilevel.experiment import DivergenceWarning
 from fedbilevel.fed import Federation, Given, Program
 
 STEPS = 5
@@ -195,7 +196,8 @@ def test_without_the_check_a_damaged_letter_would_spoil_the_run(monkeypatch: pyt
 
     monkeypatch.setattr("fedbilevel.engine.worker.accepted", trusting)
     spoiled = DAMAGE["NaN or an infinity"]
-    direct = run(Local(spoils=lambda receiver, round, letter: spoiled(letter)))
+    with pytest.warns(DivergenceWarning):
+        direct = run(Local(spoils=lambda receiver, round, letter: spoiled(letter)))
     assert direct.diverged
 
 

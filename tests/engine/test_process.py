@@ -26,6 +26,7 @@ from conform.every_verb import EveryVerb
 from fedbilevel.engine import TooFewClientsError
 from fedbilevel.engine.configuration import client_environment
 from fedbilevel.engine.wire import decode
+from fedbilevel.experiment import DivergenceWarning
 from fedbilevel.portable import PortableError
 from rogue_worker import VICTIM, Average
 
@@ -127,8 +128,10 @@ def test_one_mean_is_one_round_trip(processes: fb.Process) -> None:
 def test_divergence_is_no_failure_of_clients(processes: fb.Process) -> None:
     problem, clients = CASES["FedAvg"].make()
     algorithm = fb.FedAvg(1e18, steps=1)
-    remote = fb.solve(problem, clients, algorithm, 20, engine=processes)
-    local = fb.solve(problem, clients, algorithm, 20)
+    with pytest.warns(DivergenceWarning):
+        remote = fb.solve(problem, clients, algorithm, 20, engine=processes)
+    with pytest.warns(DivergenceWarning):
+        local = fb.solve(problem, clients, algorithm, 20)
     assert remote.diverged
     assert local.diverged
     assert remote.steps == local.steps

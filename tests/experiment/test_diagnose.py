@@ -190,6 +190,20 @@ def test_the_text_mentions_what_is_suggested(regular: Any) -> None:
     assert "given method" not in str(unmeasured)
 
 
+@pytest.mark.parametrize("reduce", [jnp.mean, jnp.sum])
+def test_a_sum_over_samples_is_told_from_a_mean(reduce: Any) -> None:
+    def f(x: Any, y: Any, samples: Any) -> Any:
+        return reduce((samples @ y - x) ** 2) / 2
+
+    def g(x: Any, y: Any, samples: Any) -> Any:
+        return f(x, y, samples) + jnp.sum(y**2)  # what does not depend on samples counts once
+
+    data = Clients(np.random.default_rng(0).normal(size=(2, 4, 3)).astype(np.float32))
+    found = diagnose(Problem(f, g, 0.5, jnp.ones(3)), data, jnp.array(0.5), jnp.ones(3))
+    assert found.no_means == (("upper", "lower") if reduce is jnp.sum else ())
+    assert ("lower objective is a sum over samples" in str(found)) == (reduce is jnp.sum)
+
+
 def test_the_measurement_is_billed(regular: Any) -> None:
     _, found = regular
     assert found.ledger.rounds > DY

@@ -15,6 +15,7 @@ import fedbilevel as fb
 from fedbilevel.data import DataError
 from fedbilevel.experiment import AdjointWarning
 from fedbilevel.fed import Program, ProgramError
+from fedbilevel.local import Work
 from fedbilevel.problem import ProblemError
 
 
@@ -26,7 +27,12 @@ def lower(x: Any, y: Any, samples: Any) -> Any:
     return upper(x, y, samples) + jnp.sum((y - x) ** 2)
 
 
+def linear(x: Any, y: Any, samples: Any) -> Any:
+    return jnp.sum(y) * jnp.sum(x) + 0 * jnp.sum(samples)
+
+
 DATA = np.ones((2, 3, 4), np.float32)
+LINEAR = fb.Problem(upper, linear, jnp.zeros(4), jnp.zeros(4))
 METHOD = fb.FedNest(0.1, 0.1, series="cg", terms=2)
 
 
@@ -93,17 +99,35 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "weight 0",
     ),
+    "an objective that is no function": (
+        lambda: fb.Problem(3, lower, jnp.zeros(4), jnp.zeros(4)),  # type: ignore[arg-type]
+        ProblemError,
+        r"upper is 3; it must be a function of \(x, y, samples\)",
+    ),
+    "local work on the data of no level": (
+        lambda: Work("uper"),
+        ValueError,
+        "level is 'uper'; it must be 'upper' or 'lower'",
+    ),
+    "a decoder that is numbered with a fraction": (
+        lambda: fb.EachDecoder((fb.LinearSketch(3, seed=1), fb.LinearSketch(3, seed=2)), (0, 1.0)),  # type: ignore[arg-type]
+        ValueError,
+        r"assignment names the decoder 1\.0, but there are 2",
+    ),
     "diagnosis of a linear lower level": (
-        lambda: fb.diagnose(
-            fb.Problem(
-                upper, lambda x, y, s: jnp.sum(y) * jnp.sum(x) + 0 * jnp.sum(s), jnp.zeros(4), jnp.zeros(4)
-            ),
-            fb.Clients(DATA),
-            jnp.zeros(4),
-            jnp.zeros(4),
-        ),
+        lambda: fb.diagnose(LINEAR, fb.Clients(DATA), jnp.zeros(4), jnp.zeros(4)),
         ValueError,
         "no curvature",
+    ),
+    "the smoothness of a linear lower level": (
+        lambda: solve(LINEAR, algorithm=fb.FedNest(0.1, 0.1, smoothness="auto")),
+        ValueError,
+        "no curvature.*give `smoothness` as a number",
+    ),
+    "the clients' own smoothness of a linear lower level": (
+        lambda: solve(LINEAR, algorithm=fb.LFedNest(0.1, 0.1, smoothness="auto")),
+        ValueError,
+        "no curvature.*give `smoothness` as a number",
     ),
     "diagnosis of NaN": (
         lambda: fb.diagnose(

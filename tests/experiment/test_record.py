@@ -55,6 +55,17 @@ def test_a_result_comes_back(saved: Any) -> None:
     assert back.history[1] == original.history[1]
 
 
+def test_a_printed_result_is_a_summary() -> None:
+    large = jnp.zeros((1000, 1000))
+    lines = repr(result(y=large, diverged=True)).splitlines()
+    assert lines[0] == "Result diverged after 2 steps (seed 7): x of 2 and y of 1,000,000 numbers"
+    assert lines[1] == "  last  error 0.5"
+    assert lines[2:-1] == str(result().ledger).splitlines()
+    assert lines[-1].startswith("a term of the Neumann series grew (by 1.5 at worst)")
+    assert repr(result(history=History(({"step": 0},)))).splitlines()[1] == lines[2], "nothing was measured"
+    assert repr(result().history) == "History of 2 rows with the columns step, error"
+
+
 def test_the_path_is_used_as_it_is_given(tmp_path: Any) -> None:
     path = result().save(str(tmp_path / "no_suffix"))
     assert path == tmp_path / "no_suffix"

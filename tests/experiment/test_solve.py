@@ -13,7 +13,7 @@ import pytest
 
 from fedbilevel import Clients, FedAvgS, FedNest, Ledger, Problem, load, minimax, solve
 from fedbilevel.algorithm.base import Algorithm
-from fedbilevel.experiment import AdjointWarning, DataWarning, History
+from fedbilevel.experiment import AdjointWarning, DataWarning, DivergenceWarning, History
 from fedbilevel.experiment.suspicion import data_notes
 from fedbilevel.fed import Program
 from fedbilevel.problem import ProblemError
@@ -202,7 +202,8 @@ def test_a_schedule_gives_each_step_its_own_size() -> None:
 
 @pytest.mark.parametrize(("upper_lr", "good_steps"), [(1e30, 1), (1e12, 3), (np.inf, 0)])
 def test_a_diverging_run_returns_its_last_finite_state(upper_lr: float, good_steps: int) -> None:
-    diverged = run(6, FedAvgS(upper_lr, 0.1))
+    with pytest.warns(DivergenceWarning, match=rf"diverged after {good_steps} steps.*diagnose"):
+        diverged = run(6, FedAvgS(upper_lr, 0.1))
     assert diverged.diverged
     assert diverged.steps == good_steps
     assert np.all(np.isfinite(diverged.x))
@@ -219,7 +220,8 @@ def test_a_run_that_diverges_by_its_data_says_whose_they_are(bad: float) -> None
     rows = {**clients().lower.flat}
     rows["b"] = rows["b"].at[2 * 4 + 1, 0].set(bad)  # the second sample of client 2
     broken = Clients({name: leaf.reshape(3, 4, *leaf.shape[1:]) for name, leaf in rows.items()})
-    with pytest.warns(DataWarning, match=r"samples of clients \[2\] hold a NaN"):
+    warned = pytest.warns(DataWarning, match=r"samples of clients \[2\] hold a NaN")
+    with warned, pytest.warns(DivergenceWarning):
         assert run(2, clients=broken.batched(2)).diverged
     ours = Clients.indexed(rows, lower=[[0, 1], [9], [2]], upper=[[9], [0], [1]])
     assert "clients [0, 1] hold" in data_notes(ours)[0]

@@ -285,7 +285,7 @@ WRONG = {
     "negative terms": (lambda: GradientDecoder(0.1, 1, -1), "terms is -1"),
     "a decoder too many": (
         lambda: EachDecoder((LINEAR(),), (0, 1)),
-        "there are 1: give numbers counted from 0",
+        "there are 1: give whole numbers counted from 0",
     ),
     "a warm one among several": (
         lambda: EachDecoder((LINEAR(start="warm"),), (0,)).first_memory(sketch_client().problem),

@@ -5,7 +5,7 @@ from fedbilevel.experiment.diagnose import Diagnosis, diagnose
 from fedbilevel.experiment.loop import Evaluation
 from fedbilevel.experiment.record import History, Result, load
 from fedbilevel.experiment.run import solve
-from fedbilevel.experiment.suspicion import AdjointWarning, DataWarning
+from fedbilevel.experiment.suspicion import AdjointWarning, DataWarning, DivergenceWarning
 from fedbilevel.experiment.sweep import Job, sweep
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "BestPoint",
     "DataWarning",
     "Diagnosis",
+    "DivergenceWarning",
     "Evaluation",
     "History",
     "Job",

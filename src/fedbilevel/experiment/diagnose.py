@@ -49,6 +49,7 @@ class Diagnosis:
         estimator_error, estimator_bias: of the given algorithm's hypergradient against the accurate
             one: root mean square of its draws, and their mean; relative; None if none was given.
         ledger: what the measurement cost.
+        no_means: which of f ("upper") and g ("lower") give another value where every sample comes twice.
     """
 
     lambda_max: float
@@ -66,6 +67,7 @@ class Diagnosis:
     estimator_error: float | None
     estimator_bias: float | None
     ledger: Ledger
+    no_means: tuple[str, ...] = ()
 
     @property
     def condition(self) -> float:
@@ -96,6 +98,11 @@ class Diagnosis:
                 f"the given method's hypergradient: error {self.estimator_error:.2g}, "
                 f"bias {self.estimator_bias:.2g}"
             )
+        lines += [
+            f"the {level} objective is a sum over samples and no mean: its gradients grow with the batch, "
+            "and on padded batches it is a mean after all. Divide by the number of samples"
+            for level in self.no_means
+        ]
         return "\n".join(lines)
 
 
@@ -134,13 +141,14 @@ def diagnose(
     with opened(engine) as where:
         ask = _Asker(where, point, seed)
         ends = _ends(ask(CurvatureProbe(iterations), clients.whole()))
-        if ends.high == ends.low == 0:
-            raise ValueError("g has no curvature in y here: it is linear in y and has no minimum")
+        _positive(_safe_bound(ends))
         spread = ask(SpreadProbe(), clients.whole())
         damping = 0.0 if ends.low > 0 else -ends.low + ends.low_error + 0.01 * abs(ends.high)
         deep = _hypergradient(ask, clients, iterations, damping, algorithm)
     found = _diagnosis(ends, spread, damping, deep, tolerance, ask.ledger)
-    return dataclasses.replace(found, lower_lr=found.lower_lr / _local_steps(algorithm))
+    return dataclasses.replace(
+        found, lower_lr=found.lower_lr / _local_steps(algorithm), no_means=point.no_means(clients)
+    )
 
 
 def _local_steps(algorithm: Any) -> int:
@@ -202,11 +210,11 @@ def measured_smoothness(
     """
     ask = _Asker(engine, problem, seed)
     if not algorithm.inverts_own_hessians:
-        return _safe_bound(_ends(ask(CurvatureProbe(), clients.whole()))), ask.ledger
+        return _positive(_safe_bound(_ends(ask(CurvatureProbe(), clients.whole())))), ask.ledger
     found = ask(OwnCurvatureProbe(), clients.whole())
     matrices = zip(found["diagonal"], found["off"], found["answered"], strict=True)
     bounds = [_safe_bound(spectrum(Tridiagonal(d, o))) for d, o, answered in matrices if answered]
-    return max(bounds), ask.ledger
+    return _positive(max(bounds)), ask.ledger
 
 
 def with_smoothness(algorithm: Any, value: float) -> Any:
@@ -235,6 +243,16 @@ def _ends(info: dict[str, Any]) -> Spectrum:
 
 def _safe_bound(ends: Spectrum) -> float:
     return _MARGIN * max(ends.high + ends.high_error, abs(ends.low))
+
+
+def _positive(curvature: float) -> float:
+    """The bound of a curvature, if there is any."""
+    if curvature == 0:
+        raise ValueError(
+            "g has no curvature in y here: it is linear in y and has no minimum, or y stands where it is "
+            "flat. Begin elsewhere (y0), or give `smoothness` as a number."
+        )
+    return curvature
 
 
 def _terms(ends: Spectrum, damping: float, tolerance: float) -> tuple[int, int]:

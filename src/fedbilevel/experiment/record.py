@@ -20,12 +20,12 @@ from fedbilevel.experiment.best import BestPoint, Row
 from fedbilevel.experiment.suspicion import notes
 from fedbilevel.fed.ledger import Ledger
 from fedbilevel.portable import DTYPES, Array, PortableError, loaded, pack, unpack
-from fedbilevel.tree import PyTree
+from fedbilevel.tree import PyTree, size
 
 _FORMAT = "fedbilevel result 2"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class History(Sequence[Row]):
     """Rows of numbers, one an evaluation: step, metrics, what the method reports, cumulative cost.
 
@@ -49,6 +49,10 @@ class History(Sequence[Row]):
     def __len__(self) -> int:
         return len(self.rows)
 
+    def __repr__(self) -> str:
+        names = list(dict.fromkeys(name for row in self.rows for name in row))
+        return f"History of {len(self)} rows with the columns {', '.join(names)}"
+
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
 
@@ -67,9 +71,9 @@ class History(Sequence[Row]):
         return np.array([values[name] for values in self.per_client])
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Result:
-    """A finished, stopped or diverged run.
+    """A finished, stopped or diverged run; printed, it is a summary of a few lines.
 
     Attributes:
         x, y: the variables (y has one row a client where the lower level is local).
@@ -97,6 +101,19 @@ class Result:
     trouble: Mapping[str, float] = dataclasses.field(default_factory=dict)
     smoothness: float | None = None
     best: BestPoint | None = None
+
+    def __repr__(self) -> str:
+        end = "diverged after" if self.diverged else "after"
+        sizes = f"x of {size(self.x):,} and y of {size(self.y):,} numbers"
+        lines = [f"Result {end} {self.steps:,} steps (seed {self.seed}): {sizes}"]
+        if measured := ", ".join(f"{name} {value:.6g}" for name, value in self._last_measured().items()):
+            lines.append(f"  last  {measured}")
+        return "\n".join((*lines, str(self.ledger), *self.notes))
+
+    def _last_measured(self) -> Row:
+        """The last row of the history, without the step and the cost."""
+        known = {"step", *self.ledger.columns()}
+        return {name: value for name, value in self.history[-1].items() if name not in known}
 
     @property
     def notes(self) -> tuple[str, ...]:

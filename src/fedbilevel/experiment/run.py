@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from fedbilevel.experiment.evaluate import Evaluator
 from fedbilevel.experiment.loop import Callback, Run
 from fedbilevel.experiment.progress import Tick, progress_bar
 from fedbilevel.experiment.record import Result
+from fedbilevel.experiment.suspicion import DivergenceWarning, divergence_note
 from fedbilevel.fed.ledger import Ledger
 from fedbilevel.number import whole
 from fedbilevel.problem.base import Problem
@@ -60,7 +62,7 @@ def solve(
         callback: called with every new `Evaluation`; the run stops if it returns something true.
         progress: show a bar; default: when standard error is a terminal.
 
-    A NaN or overflow ends the run with `diverged=True` and the last finite state.
+    A NaN or overflow ends the run with `diverged=True`, the last finite state and a `DivergenceWarning`.
     """
     check(problem, clients, algorithm, steps, every)
     steps, every = whole(steps), whole(every)
@@ -78,6 +80,8 @@ def solve(
         run.begin()
         _go(run, steps, every or usual_interval(steps), tick)
         run.warn(clients)
+        if run.diverged:
+            warnings.warn(divergence_note(run.step), DivergenceWarning, stacklevel=2)
         return run.result()
 
 

@@ -21,6 +21,10 @@ class AdjointWarning(UserWarning):
     """The adjoint system was not solved: the hypergradients of the run cannot be trusted."""
 
 
+class DivergenceWarning(UserWarning):
+    """A run met a NaN or an overflow and ended there."""
+
+
 class DataWarning(UserWarning):
     """A run diverged, and its samples hold a NaN or an infinity."""
 
@@ -65,6 +69,14 @@ def suspicions(info: dict[str, Any]) -> dict[str, float]:
         ("failed", share, share > 0),
     )
     return {kind: float(worst) for kind, worst, bad in found if bad}
+
+
+def divergence_note(steps: int) -> str:
+    """What to say of a run that diverged."""
+    return (
+        f"the run diverged after {steps:,} steps: x and y are the last finite ones. Smaller step sizes are "
+        "the usual remedy; `fedbilevel.diagnose(problem, clients, x, y, algorithm=algorithm)` suggests some."
+    )
 
 
 def data_notes(clients: Clients) -> tuple[str, ...]:

@@ -199,12 +199,13 @@ class EachDecoder(Decoder):
     def __check_init__(self) -> None:
         if not self.decoders:
             raise ValueError("decoders is empty; give at least one")
-        chosen = {self.assignment} if isinstance(self.assignment, int) else set(self.assignment)
-        if not chosen <= set(range(len(self.decoders))):
-            raise ValueError(
-                f"assignment names the decoders {sorted(chosen)}, but there are {len(self.decoders)}: "
-                "give numbers counted from 0"
-            )
+        chosen = self.assignment if isinstance(self.assignment, tuple) else (self.assignment,)
+        for number in chosen:
+            if type(number) is not int or not 0 <= number < len(self.decoders):
+                raise ValueError(
+                    f"assignment names the decoder {number!r}, but there are {len(self.decoders)}: give "
+                    "whole numbers counted from 0"
+                )
 
     def first(self, problem: Problem, shared: PyTree) -> PyTree:
         firsts = [own.first(problem, theirs) for own, theirs in zip(self.decoders, shared, strict=True)]

@@ -36,6 +36,10 @@ class Work(eqx.Module):
     epochs: Amount | None = eqx.field(static=True, default=None)
     scaled: bool = eqx.field(static=True, default=False)
 
+    def __check_init__(self) -> None:
+        if self.level not in ("upper", "lower"):
+            raise ValueError(f"level is {self.level!r}; it must be 'upper' or 'lower'")
+
     def run(
         self, me: Client, key: jax.Array, body: Callable[[Batch, Any, PyTree], PyTree], carry: PyTree
     ) -> PyTree:

@@ -88,6 +88,9 @@ class Problem(eqx.Module):
         block: int | None = None,
         classes: int | None = None,
     ) -> None:
+        for name, function in (("upper", upper), ("lower", lower)):
+            if not callable(function):
+                raise ProblemError(f"{name} is {function!r}; it must be a function of (x, y, samples)")
         self.upper, self.lower = upper, lower
         self.x0, self.y0 = jax.tree.map(_float_array, (x0, y0))
         if structure not in get_args(Structure):
@@ -123,6 +126,21 @@ class Problem(eqx.Module):
                 labels = np.asarray(samples.flat["labels"])
                 # A table may hold rows that are nobody's, or of another level.
                 check_labels(labels if samples.rows is None else labels[samples.rows], self.classes, level)
+
+    def no_means(self, clients: Clients) -> tuple[str, ...]:
+        """Which of f ("upper") and g ("lower") are sums over samples: with a batch twice they change."""
+        levels = {"upper": (self.upper, clients.upper), "lower": (self.lower, clients.lower)}
+        return tuple(
+            level
+            for level, (function, samples) in levels.items()
+            if is_mean(function) and self._depends_on_count(function, samples)
+        )
+
+    def _depends_on_count(self, function: Objective, samples: Samples) -> bool:
+        once = samples.batch(0, jax.random.key(0)).samples
+        twice = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf]), once)
+        value, again = (function(self.x0, self.y0, rows) for rows in (once, twice))
+        return not bool(jnp.allclose(value, again, rtol=1e-3, equal_nan=True))
 
     def _check_objective(self, what: str, function: Objective, samples: Samples) -> None:
         batch = samples.batch(0, jax.random.key(0)).samples

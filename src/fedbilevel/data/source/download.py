@@ -20,7 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from fedbilevel.data.error import DataError
 from fedbilevel.data.source.base import DataMissingError, Download, Source
-from fedbilevel.data.source.folder import cache_folder, locate, missing
+from fedbilevel.data.source.folder import locate, missing, roots
 from fedbilevel.data.source.package import unpack_package
 from fedbilevel.data.source.registry import source_of
 
@@ -30,19 +30,21 @@ _ARCHIVES = {".zip": "zip", ".tar.gz": "gztar"}
 
 
 def get(name: str, dir: str | os.PathLike[str] | None = None, progress: bool | None = None) -> pathlib.Path:
-    """Download a data set, unless it is there already, and return the folder that holds its files.
+    """Download a data set, unless `load` would find it already, and return the folder that holds its files.
 
     Args:
         name: one of `SOURCES`.
-        dir: the data folder to put it in, under a sub-folder of its own; default: the user's cache folder.
+        dir: the data folder to put it in, under a sub-folder of its own; default: the user's cache folder
+            (that of `FEDBILEVEL_DATA` may be shared with others, and is only read).
         progress: whether to draw a bar on standard error; default: if that is a terminal.
 
     Raises:
         DataMissingError: it could not be had; the message says why, and what to put where by hand.
         DataError: the name is unknown, or the set cannot be downloaded.
     """
-    root = cache_folder() if dir is None else pathlib.Path(dir).expanduser()
-    return fetch(source_of(name), root, progress)
+    source, folders = source_of(name), roots(dir)
+    found = locate(source, folders) if source.downloads else None
+    return fetch(source, folders[-1], progress) if found is None else found[1][0].parent
 
 
 def fetch(
