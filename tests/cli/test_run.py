@@ -106,12 +106,43 @@ def test_a_problem_without_metrics_is_run_all_the_same(fedbilevel: Any, tmp_path
     assert manifest(tmp_path / "o" / "seed-0")["status"] == "done"
 
 
-def test_the_file_is_found_anywhere_and_modules_beside_the_reader(fedbilevel: Any, tmp_path: Any) -> None:
-    (tmp_path / "deep").mkdir()
-    (tmp_path / "own_rates.py").write_text("def half() -> float:\n    return 0.5\n")
-    file = write(tmp_path / "deep")
-    assert fedbilevel("run", file.relative_to(tmp_path), "-n", "2").code == 0
+@pytest.mark.parametrize("place", ["reader", "file"])
+def test_modules_are_found_beside_the_reader_and_beside_the_file(
+    fedbilevel: Any, tmp_path: Any, place: str
+) -> None:
+    (deep := tmp_path / "deep").mkdir()
+    module = f"beside_the_{place}"
+    (tmp_path if place == "reader" else deep).joinpath(f"{module}.py").write_text(
+        "import jax\nfrom fedbilevel import Saddle\n\n\n"
+        "def make():\n    known = Saddle.random(jax.random.key(0), 3, 2)\n"
+        "    return known.problem(), known.clients()\n"
+    )
+    text = f'steps = 2\nproblem = "{module}:make"\n' + SADDLE[SADDLE.index("[algorithm]") :]
+    said = fedbilevel("run", write(deep, text).relative_to(tmp_path))
+    assert said.code == 0, said.err
     assert (tmp_path / "runs" / "tiny" / "seed-0").is_dir()
+
+
+def test_a_module_that_is_nowhere(fedbilevel: Any, tmp_path: Any) -> None:
+    text = 'steps = 2\nproblem = "nowhere_at_all:make"\n' + SADDLE[SADDLE.index("[algorithm]") :]
+    said = fedbilevel("run", write(tmp_path, text))
+    assert said.code == 2
+    assert "cannot be imported: No module named 'nowhere_at_all'. Modules are looked for in" in said.err
+
+
+def test_results_cannot_be_written_below_a_file(fedbilevel: Any, tmp_path: Any) -> None:
+    (tmp_path / "taken").write_text("a file of mine")
+    said = fedbilevel("run", write(tmp_path), "-o", "taken")
+    assert said.code == 2
+    assert "taken is a file: results need a folder; name another one" in said.err
+    assert (tmp_path / "taken").read_text() == "a file of mine"
+
+
+def test_tables_of_the_file_are_not_set_from_outside(fedbilevel: Any, tmp_path: Any) -> None:
+    said = fedbilevel("run", write(tmp_path), "-s", "grid.algorithm.upper_lr=[0.1]")
+    assert said.code == 2
+    assert "grid.algorithm.upper_lr cannot be set from outside" in said.err
+    assert "fedbilevel sweep -p" in said.err
 
 
 # ------------------------------------------------------------------- interrupted, resumed

@@ -135,6 +135,12 @@ def test_no_truncated_file_is_read(saved: Any, tmp_path: Any) -> None:
             load(part)
 
 
+def test_what_is_no_result_at_all(tmp_path: Any) -> None:
+    (tmp_path / "part").write_text("notes of mine")
+    with pytest.raises(PortableError, match=r"part is not a result that .* wrote.*it is no zip file"):
+        load(tmp_path / "part")
+
+
 def test_a_file_with_changed_bytes_is_read_or_refused(saved: Any, tmp_path: Any) -> None:
     whole, changed = saved.read_bytes(), tmp_path / "changed"
     others: dict[str, int] = {}

@@ -11,6 +11,7 @@ import pytest
 
 import fedbilevel as fb
 from experiment.tiny import SADDLE, plan, write
+from fedbilevel.experiment import DivergenceWarning
 from fedbilevel.experiment.change import merged
 from fedbilevel.experiment.config import plans
 from fedbilevel.experiment.construct import construct
@@ -66,7 +67,8 @@ def test_a_kind_of_ones_own_takes_over_the_settings_that_it_has() -> None:
 def test_own_variables_that_overflow_end_the_run_at_the_last_finite_ones() -> None:
     known = fb.Quadratic.random(jax.random.key(0), 3, 2, 2)
     method = fb.FedBiOLocal(0.0, 1e30, 0.1)
-    result = fb.solve(known.problem(), known.clients(), method, 20, every=20)
+    with pytest.warns(DivergenceWarning):
+        result = fb.solve(known.problem(), known.clients(), method, 20, every=20)
     assert result.diverged
     assert np.all(np.isfinite(result.y))
 

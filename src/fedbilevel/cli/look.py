@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from fedbilevel.cli.run import File
 from fedbilevel.cli.say import show
 from fedbilevel.data.source import Source
 from fedbilevel.experiment.citation import bibtex
@@ -59,7 +60,7 @@ def show_name(
 
 @commands.command()
 def cite(
-    file: Annotated[pathlib.Path, typer.Argument(help="An experiment file (TOML).", show_default=False)],
+    file: File,
 ) -> None:
     """BibTeX of what an experiment uses."""
     configs = [plan.config for plan in plans(file)]

@@ -52,7 +52,7 @@ def main() -> None:
     """
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     warnings.showwarning = _one_line
-    sys.path.append(os.getcwd())  # where `kind = "module:name"` is looked for
+    sys.path.append(os.getcwd())  # where `kind = "module:name"` is looked for first
     try:
         app()
     except Exception as error:

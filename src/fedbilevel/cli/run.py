@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -24,7 +25,17 @@ from fedbilevel.experiment.runner import Outcome, Task, naming, run_all
 
 commands = typer.Typer()
 
-File = Annotated[pathlib.Path, typer.Argument(help="An experiment file (TOML).", show_default=False)]
+
+def _with_modules_beside(file: pathlib.Path) -> pathlib.Path:
+    """An experiment file, whose `kind = "module:name"` may be of a module in the same folder."""
+    sys.path.append(str(file.resolve().parent))
+    return file
+
+
+File = Annotated[
+    pathlib.Path,
+    typer.Argument(help="An experiment file (TOML).", show_default=False, callback=_with_modules_beside),
+]
 Out = Annotated[
     pathlib.Path | None,
     typer.Option("--out", "-o", help="Folder for the results; default: runs/<name of the file>."),

@@ -167,6 +167,7 @@ def _plans(
     only: Sequence[str],
 ) -> Iterator[Plan]:
     check_keys(config, (*_SETTINGS, *_SCRIPT), "")
+    _check_changes(changes)
     script = {key: _tables(config.pop(key, {}), key) for key in _SCRIPT}
     chosen = copy.deepcopy(_pick(script["presets"], preset, "preset")) if preset else {}
     preset_variants, wanted = chosen.pop("variants", {}), _names(chosen.pop("only", []), preset)
@@ -185,6 +186,15 @@ def _plans(
             )
             for seed in seeds if seeds is not None else _seeds(settings):
                 yield Plan(source, complete(settings | {"seed": int(seed)}))
+
+
+def _check_changes(changes: Mapping[str, Any]) -> None:
+    for key in changes:
+        if (table := key.partition(".")[0]) in _SCRIPT:
+            raise ConfigError(
+                f"{key} cannot be set from outside: [{table}] is a part of the file. `--preset`, `--only` "
+                "and `fedbilevel sweep -p algorithm.upper_lr=0.01,0.1` choose runs and make more of them."
+            )
 
 
 def _names(value: Any, preset: str | None) -> list[str]:

@@ -15,7 +15,15 @@ from fedbilevel.engine.base import Block, Session
 from fedbilevel.experiment.best import Best, BestPoint, Row
 from fedbilevel.experiment.evaluate import ClientValues, Evaluator
 from fedbilevel.experiment.record import History, Result
-from fedbilevel.experiment.suspicion import AdjointWarning, DataWarning, data_notes, notes, suspicions
+from fedbilevel.experiment.suspicion import (
+    AdjointWarning,
+    DataWarning,
+    DivergenceWarning,
+    data_notes,
+    divergence_note,
+    notes,
+    suspicions,
+)
 from fedbilevel.fed.ledger import Ledger
 from fedbilevel.fed.place import Kept, map_kept
 from fedbilevel.tree import PyTree
@@ -139,8 +147,10 @@ class Run:
         """Say what was suspicious, to who called `solve`."""
         for note in notes(self.trouble):
             warnings.warn(note, AdjointWarning, stacklevel=3)
-        for note in data_notes(clients) if self.diverged else ():
-            warnings.warn(note, DataWarning, stacklevel=3)
+        if self.diverged:
+            warnings.warn(divergence_note(self.step), DivergenceWarning, stacklevel=3)
+            for note in data_notes(clients):
+                warnings.warn(note, DataWarning, stacklevel=3)
 
     def result(self) -> Result:
         """What there is so far."""

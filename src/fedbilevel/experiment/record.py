@@ -169,6 +169,9 @@ _UNREADABLE = (
 
 def _read(file: IO[bytes]) -> tuple[dict[str, Any], list[Any]]:
     """The header and the arrays of a file, each in its own dtype."""
+    if not zipfile.is_zipfile(file):
+        raise ValueError("it is no zip file")
+    file.seek(0)
     with np.load(file, allow_pickle=False) as archive:
         header = json.loads(archive["header"].tobytes().decode())
         if header["format"] != _FORMAT:

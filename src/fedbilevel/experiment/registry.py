@@ -258,7 +258,10 @@ def find(kind: Any, group: Mapping[str, Factory], what: str) -> Factory:
         try:
             return imported(kind)
         except (ImportError, PortableError) as error:
-            raise ConfigError(f"{kind!r} cannot be imported: {error}") from None
+            raise ConfigError(
+                f"{kind!r} cannot be imported: {error}. Modules are looked for in the current folder, beside "
+                "the experiment file, and where PYTHONPATH says."
+            ) from None
     raise ConfigError(
         f"there is no {what} {kind!r}{nearest(kind, group)} There are: {', '.join(group)}; "
         "or `module:name` for one of your own."

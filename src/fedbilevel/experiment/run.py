@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +22,6 @@ from fedbilevel.experiment.evaluate import Evaluator
 from fedbilevel.experiment.loop import Callback, Run
 from fedbilevel.experiment.progress import Tick, progress_bar
 from fedbilevel.experiment.record import Result
-from fedbilevel.experiment.suspicion import DivergenceWarning, divergence_note
 from fedbilevel.fed.ledger import Ledger
 from fedbilevel.number import whole
 from fedbilevel.problem.base import Problem
@@ -80,8 +78,6 @@ def solve(
         run.begin()
         _go(run, steps, every or usual_interval(steps), tick)
         run.warn(clients)
-        if run.diverged:
-            warnings.warn(divergence_note(run.step), DivergenceWarning, stacklevel=2)
         return run.result()
 
 

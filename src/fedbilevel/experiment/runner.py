@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -22,6 +23,7 @@ from fedbilevel.experiment.record import Result
 from fedbilevel.experiment.recorded import RunError
 from fedbilevel.experiment.registry import ConfigError
 from fedbilevel.experiment.shared import directory_of
+from fedbilevel.experiment.suspicion import DivergenceWarning
 from fedbilevel.experiment.sweep import Job, sweep
 
 Task: TypeAlias = tuple[Plan, pathlib.Path]
@@ -86,6 +88,9 @@ def _check_folders(folders: Sequence[pathlib.Path]) -> None:
     repeated = sorted({str(folder) for folder in folders if folders.count(folder) > 1})
     if repeated:
         raise RunError(f"two runs have the same folder, {repeated[0]}; each needs its own")
+    for place in {place for folder in folders for place in (folder, *folder.parents)}:
+        if place.exists() and not place.is_dir():
+            raise RunError(f"{place} is a file: results need a folder; name another one")
 
 
 def _run_group(
@@ -101,7 +106,8 @@ def _run_group(
             now = [run for run in todo if run.steps_left == steps]
             jobs, engine = [run.job() for run in now], now[0].built.engine
             settings = {"every": config["every"], "measure": config.get("measure", ()), "progress": progress}
-            with naming(*(plan for plan, _ in group)):
+            with naming(*(plan for plan, _ in group)), warnings.catch_warnings():
+                warnings.simplefilter("ignore", DivergenceWarning)  # the folder's status says it
                 results = sweep(jobs, steps, engine=engine, **settings)
             for run, result in zip(now, results, strict=True):
                 run.finish(result)
