@@ -28,7 +28,15 @@ def test_costs_are_those_of_the_first_evaluation_that_is_good_enough() -> None:
     (line,) = reach(runs, 0.5).lines
     assert (line.runs, line.reached) == (2, 2)
     means = {name: score.mean for name, score in line.costs.items()}
-    assert means == {"rounds": 20, "MB": 4 / 4, "∇f": 2 * 16 / 4, "∇g": 4, "Jv": 4, "Hv": 4, "samples": 20}
+    assert means == {
+        "rounds": 20,
+        "MB": 4 / 4,
+        "∇f": 2 * 16 / 4,
+        "∇g": 2 * 16 / 4,
+        "Jv": 4,
+        "Hv": 4,
+        "samples": 20,
+    }
     assert np.isclose(line.costs["rounds"].std or 0, np.std([10, 30], ddof=1))
 
 

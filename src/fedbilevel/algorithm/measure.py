@@ -110,7 +110,7 @@ class OwnMetrics(Program):
     def __call__(self, me: Client, *values: Any) -> PyTree:
         found = {}
         for level, prefix in UNSEEN.items():
-            if not me.samples(level).longest:  # nobody has such data
+            if not me.largest(level)[1]:  # nobody has such data
                 continue
             batch = me.batch(level, me.key)
             for name, metric in me.problem.client_metrics.items():

@@ -15,6 +15,9 @@ from fedbilevel.data.error import DataError
 from fedbilevel.data.storage import batched, check_alike, collect, indexed, nothing, only, pooled, stored
 from fedbilevel.tree import PyTree
 
+LEVELS = ("lower", "upper", "test", "validation")
+"""What a client may have samples for."""
+
 
 class Clients(eqx.Module):
     """The data of all clients, at both levels.

@@ -1,7 +1,7 @@
 """Where a federation runs."""
 
 from fedbilevel.engine import conditions
-from fedbilevel.engine.base import Engine, TooFewClientsError
+from fedbilevel.engine.base import Engine, StepError, TooFewClientsError
 from fedbilevel.engine.mesh.engine import Mesh
 from fedbilevel.engine.mesh.join import LostProcessError, MeshError
 from fedbilevel.engine.nvflare.engine import NVFlare
@@ -18,6 +18,7 @@ __all__ = [
     "NVFlare",
     "Process",
     "Simulator",
+    "StepError",
     "TooFewClientsError",
     "conditions",
     "simulate",

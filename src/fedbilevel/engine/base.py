@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, Self
 
 import jax
+import jax.numpy as jnp
 
 from fedbilevel.data.clients import Clients
 from fedbilevel.fed.federation import Federation
@@ -40,6 +41,35 @@ class Stepper(Protocol):
     def made(self) -> PyTree: ...
 
     def unmade(self) -> Any: ...
+
+
+class StepError(TypeError):
+    """What a step of an algorithm returned cannot be stepped on from."""
+
+
+def check_step(stepper: Stepper, before: PyTree, returned: Any) -> None:
+    """Raise an error that explains unless a step returned `(state, info)`, the state like the one before."""
+    name = f"{type(stepper).__name__}.step"
+    if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], Mapping):
+        raise StepError(
+            f"{name} must return (state, info), where info is a dict of numbers for the history, or {{}}; "
+            f"it returned {_seen(returned)}"
+        )
+    old, new = (dict(jax.tree_util.tree_leaves_with_path(state)) for state in (before, returned[0]))
+    for path in [*old, *(path for path in new if path not in old)]:
+        kinds = [_seen(leaves[path]) if path in leaves else "not there" for leaves in (old, new)]
+        if kinds[0] != kinds[1]:
+            raise StepError(
+                f"{name} must return a state like the one it got: state{jax.tree_util.keystr(path)} was "
+                f"{kinds[0]} and is {kinds[1]}"
+            )
+
+
+def _seen(value: Any) -> str:
+    """What something is, for an error: the dtype and shape of an array, the type of anything else."""
+    if hasattr(value, "shape") or isinstance(value, int | float):
+        return f"{jnp.result_type(value)}{list(jnp.shape(value))}"
+    return type(value).__name__
 
 
 class Block(NamedTuple):

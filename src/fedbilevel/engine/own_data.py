@@ -18,12 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedbilevel.data.batches import Samples
-from fedbilevel.data.clients import Clients
+from fedbilevel.data.clients import LEVELS, Clients
 from fedbilevel.data.error import DataError
 from fedbilevel.portable import Array, Json, PortableError, pack, unpack
 from fedbilevel.tree import PyTree
 
-LEVELS = ("lower", "upper", "test", "validation")
 Levels: TypeAlias = Mapping[str, PyTree]
 """For each level that there is a tree of arrays with a leading axis of samples; "lower" is always there."""
 

@@ -105,7 +105,7 @@ class RemoteFederation(Federation):
     def publish(self, value: PyTree, label: str) -> Published:
         return Published(value, (self.numbers.new(spec_of(value)), frozenset()), label)
 
-    def keep(self, stacked: PyTree) -> Kept:
+    def _keep(self, stacked: PyTree) -> Kept:
         ref = self.numbers.new(spec_of(row(stacked, 0)))
         for client in sorted(self.channel.alive):
             self.queues[client].put(ref, row(stacked, client))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from fedbilevel.engine.base import Block, Session, Stepper, TooFewClientsError
+from fedbilevel.engine.base import Block, Session, Stepper, TooFewClientsError, check_step
 from fedbilevel.engine.programs import names
 from fedbilevel.engine.reply import body_of
 from fedbilevel.engine.wire import WireError
@@ -40,7 +40,9 @@ class RemoteSession(Session):
         for time in range(first, first + steps):
             own = jax.random.fold_in(key, time)
             step = functools.partial(self.stepper.at(time).step, self.federation, state, own)
-            (new, info), counts = self._metered(step)
+            returned, counts = self._metered(step)
+            check_step(self.stepper, state, returned)
+            new, info = returned
             records.append((info, counts))
             if not bool(all_finite(map_kept(lambda _: (), new))):
                 return _block(state, len(records) - 1, False, records)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from fedbilevel.data.clients import Clients
-from fedbilevel.engine.base import Block, Engine, Session, Stepper, check_dropout
+from fedbilevel.engine.base import Block, Engine, Session, Stepper, check_dropout, check_step
 from fedbilevel.engine.conditions import Availability, Conditions, Link, Speed
 from fedbilevel.engine.conditions.clock import moment, set_moment
 from fedbilevel.engine.conditions.cohort import conditions_of
@@ -106,7 +106,7 @@ class SimulatedFederation(eqx.Module, Federation):
     def publish(self, value: PyTree, label: str) -> Published:
         return Published(value, jnp.zeros(self.n, bool), label)
 
-    def keep(self, stacked: PyTree) -> Kept:
+    def _keep(self, stacked: PyTree) -> Kept:
         return Kept(jax.tree.map(jnp.asarray, stacked))
 
     def stacked(self, kept: Kept) -> PyTree:
@@ -227,7 +227,9 @@ def simulate(
 
     def one(time: jax.Array, state: PyTree) -> tuple[PyTree, dict[str, jax.Array], Counts, jax.Array]:
         with metering() as meter, fed.in_step(key, time):
-            state, info = stepper.at(time).step(fed, state, jax.random.fold_in(key, time))
+            returned = stepper.at(time).step(fed, state, jax.random.fold_in(key, time))
+        check_step(stepper, state, returned)
+        state, info = returned
         return state, info, as_arrays(meter.counts), fed.all_finite(state)
 
     state, first = jax.tree.map(jnp.asarray, state), jnp.asarray(first, int)

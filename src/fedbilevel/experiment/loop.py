@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax.random as jr
 import numpy as np
+import numpy.typing as npt
 
 from fedbilevel.algorithm.base import Algorithm, Variables
 from fedbilevel.data.clients import Clients
@@ -116,12 +117,21 @@ class Run:
         for kind, worst in suspicions(info).items():
             pick = min if kind == "curvature" else max
             self.trouble[kind] = pick(self.trouble.get(kind, worst), worst)
+        self._check_report(info)
         self._evaluate({name: float(values[-1]) for name, values in info.items() if len(values)})
+
+    def _check_report(self, info: Mapping[str, npt.NDArray[Any]]) -> None:
+        own = type(self.algorithm).__name__
+        for name, values in info.items():
+            if values.ndim != 1:
+                shape = values.shape[1:]
+                raise ValueError(f"{own} reports {name!r} of shape {shape}: it must be a number")
+            if name in {"step", "failures", *self.ledger.columns()}:
+                raise ValueError(f"{own} reports {name!r}, which every history has already: rename it")
 
     def _evaluate(self, info: Row) -> None:
         x, y = self.solution()
-        point = Variables(*self.algorithm.solution(self.state))
-        metrics, clients = self.evaluate(self.session, point, self.begin_key)
+        metrics, clients = self.evaluate(self.session, self._point(), self.begin_key)
         if both := sorted(info.keys() & metrics):
             raise ValueError(f"the method reports {both} itself; leave them out of `measure` and metrics")
         failures: Row = {"failures": float(len(self.session.failures))} if self.session.failures else {}
@@ -140,8 +150,16 @@ class Run:
 
     def solution(self) -> tuple[PyTree, PyTree]:
         """x and y as they are now; what clients keep as one row a client."""
-        x, y = self.algorithm.solution(self.state)
+        x, y = self._point()
         return map_kept(self.session.federation.stacked, x), map_kept(self.session.federation.stacked, y)
+
+    def _point(self) -> Variables:
+        """x and y as they are now, where they are."""
+        found: Any = self.algorithm.solution(self.state)  # of a method of the user's own, perhaps
+        if not isinstance(found, tuple) or len(found) != 2:
+            name, seen = type(self.algorithm).__name__, type(found).__name__
+            raise TypeError(f"{name}.solution must return (x, y); it returned one {seen}")
+        return Variables(*found)
 
     def warn(self, clients: Clients) -> None:
         """Say what was suspicious, to who called `solve`."""

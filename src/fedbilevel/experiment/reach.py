@@ -19,7 +19,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "rounds": ("rounds",),
     "MB": ("bytes_down", "bytes_up", "bytes_edge"),
     "∇f": ("calls_f_x", "calls_f_y"),
-    "∇g": ("calls_g_y",),
+    "∇g": ("calls_g_x", "calls_g_y"),
     "Jv": ("calls_g_xy",),
     "Hv": ("calls_g_yy",),
     "samples": ("samples",),

@@ -28,6 +28,9 @@ Numbers: TypeAlias = npt.NDArray[np.float64]
 FORMAT = "fedbilevel run 1"
 
 _COLUMNS = tuple(Ledger().columns())
+_LATER = ("calls_g_x",)
+"""Columns that histories of before do not have: nothing of the kind was spent."""
+
 COSTS: dict[str, tuple[str, ...]] = {
     "rounds": ("rounds",),
     "bytes": tuple(name for name in _COLUMNS if name.startswith("bytes_")),
@@ -115,6 +118,7 @@ def _read_history(file: pathlib.Path) -> History:
 def _checked(row: Any, where: str) -> Row:
     if not isinstance(row, dict) or not all(isinstance(value, int | float) for value in row.values()):
         raise RunError(f"{where} is not an object of numbers")
+    row = dict.fromkeys(_LATER, 0) | row
     missing = [name for name in ("step", *_COLUMNS) if name not in row]
     if missing:
         raise RunError(f"{where} has no {', '.join(missing)}; every evaluation states its step and its cost")

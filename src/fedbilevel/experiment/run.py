@@ -67,6 +67,9 @@ def solve(
     if start is not None:
         _check_start(problem, clients, algorithm, start)
     seed = (0 if start is None else start.seed) if seed is None else seed
+    _check_whole("seed", seed, 0)
+    if best is not None and not isinstance(best, Best):
+        raise TypeError(f"best is {best!r}; it must be a point to look for, such as Best('test_accuracy')")
     evaluate = Evaluator(problem, measure)
     with contextlib.ExitStack() as stack:
         where = stack.enter_context(opened(engine))

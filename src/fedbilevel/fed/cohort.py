@@ -16,7 +16,7 @@ from fedbilevel.fed.codec import Codec, Encode, Feedback, RandomCodec, messages
 from fedbilevel.fed.ledger import ROUND, Entry, count
 from fedbilevel.fed.movement import Movements
 from fedbilevel.fed.network import Links, edges
-from fedbilevel.fed.place import At, Kept, PlacementError, Published
+from fedbilevel.fed.place import At, Kept, PlacementError, Published, check_rows
 from fedbilevel.fed.program import Program, check_program
 from fedbilevel.tree import PyTree, nbytes
 
@@ -70,12 +70,7 @@ class Cohort(Movements):
     def deal(self, stacked: PyTree, label: str) -> At:
         """Row i of every leaf to client i of the cohort. Books a message down each."""
         _check_server_value(stacked, "deal")
-        for leaf in jax.tree.leaves(stacked):
-            if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != self.size:
-                raise ValueError(
-                    f"`deal` needs one row for each of the {self.size} clients of the cohort; "
-                    f"a leaf has shape {jnp.shape(leaf)}"
-                )
+        check_rows(stacked, self.size, "deal")
         count(Entry("down", label, _row_bytes(stacked)), self.reached)
         self._arriving(_row_bytes(stacked))
         return self._own(self._deal(stacked), present=self._there())

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int, Key
 
 from fedbilevel.draw import below
 from fedbilevel.fed.cohort import Cohort
-from fedbilevel.fed.place import Kept, Published
+from fedbilevel.fed.place import Kept, Published, check_rows
 from fedbilevel.tree import PyTree
 
 
@@ -53,12 +53,16 @@ class Federation(abc.ABC):
     def publish(self, value: PyTree, label: str) -> Published:
         """A server value that each client will download at most once (see `Cohort.read`)."""
 
-    @abc.abstractmethod
     def keep(self, stacked: PyTree) -> Kept:
         """A value that every client keeps between rounds; row i of every leaf is client i's.
 
         This is the clients' own starting point and costs nothing.
         """
+        check_rows(stacked, self.n, "keep")
+        return self._keep(stacked)
+
+    @abc.abstractmethod
+    def _keep(self, stacked: PyTree) -> Kept: ...
 
     @abc.abstractmethod
     def stacked(self, kept: Kept) -> PyTree:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import get_opaque_trace_state
 
-ORACLES = ("f", "f_x", "f_y", "g", "g_y", "g_yy", "g_xy")
+ORACLES = ("f", "f_x", "f_y", "g", "g_x", "g_y", "g_yy", "g_xy")
 """The kinds of oracle call that are counted."""
 
 
@@ -81,8 +81,8 @@ def count(entry: Entry, times: Any = 1) -> None:
             f"{entry.label or entry.kind!r} was used inside a raw jax loop or transformation "
             "(lax.scan, lax.fori_loop, lax.cond, vmap, grad ...), where it would be counted once "
             "and not once per iteration. Use `fed.loop` in an algorithm and "
-            "`fedbilevel.fed.repeat` in a local program; outside them use the problem's "
-            "uncounted functions."
+            "`fedbilevel.fed.repeat` in a local program; or `me.value`, which is not counted, and "
+            "`me.count` outside of the transformation."
         )
     meter.add(entry, times)
 
@@ -110,7 +110,7 @@ class Ledger:
         down: bytes from the server to clients, by label.
         up: bytes from clients to the server, by label.
         edge: bytes from client to client, by label.
-        calls: oracle calls of all clients, by kind (`f, f_x, f_y, g, g_y, g_yy, g_xy`).
+        calls: oracle calls of all clients, by kind (`f, f_x, f_y, g, g_x, g_y, g_yy, g_xy`).
         samples: samples read by these calls (a fused call reads its batch once).
         messages: from client to client, by label: how many links were used, with `edge/messages` bytes each.
         seconds: what it takes under simulated conditions; None where there is no model of time. No part of

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 
 from fedbilevel.tree import PyTree
 
@@ -87,6 +88,16 @@ class Published(eqx.Module):
     value: PyTree
     holders: Any
     label: str = eqx.field(static=True)
+
+
+def check_rows(stacked: PyTree, clients: int, verb: str) -> None:
+    """Raise an error that explains unless every leaf has one row a client."""
+    for leaf in jax.tree.leaves(stacked):
+        if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != clients:
+            raise ValueError(
+                f"`{verb}` needs one row for each of the {clients} clients; "
+                f"a leaf has shape {jnp.shape(leaf)}"
+            )
 
 
 def map_kept(function: Any, state: PyTree) -> PyTree:

@@ -68,9 +68,9 @@ class Work(eqx.Module):
 
     def sees_all(self, me: Client) -> bool:
         """Whether the work reads at least as many samples as the largest client has."""
-        samples = me.samples(self.level)
+        width, longest = me.largest(self.level)
         least = self.steps if isinstance(self.steps, int) else min(self.steps)
-        return self.epochs is not None or least * samples.width >= samples.longest
+        return self.epochs is not None or least * width >= longest
 
     def total(self, me: Client) -> Any:
         """τ_i, the number of steps this client makes."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedbilevel.data.batches import Batch, Samples, weighted
-from fedbilevel.data.clients import Clients
+from fedbilevel.data.clients import LEVELS, Clients
 from fedbilevel.number import whole
 from fedbilevel.problem.constraint import Anywhere
 from fedbilevel.problem.objective import HalfDistance, Negative, Nothing, Objective, OfLower, OfUpper, is_mean
@@ -120,7 +120,7 @@ class Problem(eqx.Module):
 
     def check_labels(self, clients: Clients) -> None:
         """Raise an error that explains if a label is none of the `classes`, where these are known."""
-        for level in ("lower", "upper", "test", "validation"):
+        for level in LEVELS:
             samples = getattr(clients, level)
             if self.classes is not None and isinstance(samples.flat, Mapping) and "labels" in samples.flat:
                 labels = np.asarray(samples.flat["labels"])

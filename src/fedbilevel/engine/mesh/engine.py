@@ -136,7 +136,7 @@ class MeshFederation(SimulatedFederation):
             "a mesh has cohorts only while a step runs on its devices: use `solve`, or `compile(algorithm)`"
         )
 
-    def keep(self, stacked: PyTree) -> Kept:
+    def _keep(self, stacked: PyTree) -> Kept:
         return Kept(self.layout.keep(stacked))
 
     def stacked(self, kept: Kept) -> PyTree:

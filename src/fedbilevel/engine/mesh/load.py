@@ -11,12 +11,10 @@ import numpy.typing as npt
 from jax.experimental import multihost_utils
 
 from fedbilevel.data.batches import Samples
-from fedbilevel.data.clients import Clients
+from fedbilevel.data.clients import LEVELS, Clients
 from fedbilevel.engine.mesh.join import several, watching
 from fedbilevel.engine.mesh.layout import Layout, device_mesh
 from fedbilevel.tree import PyTree
-
-LEVELS = ("lower", "upper", "test", "validation")
 
 
 def load_clients(

@@ -52,7 +52,7 @@ class ShardFederation(SimulatedFederation):
     def _cohort(self, ids: jax.Array, token: str, weights: Any) -> Cohort:
         return ShardCohort(self, ids, token, weights)
 
-    def keep(self, stacked: PyTree) -> Kept:
+    def _keep(self, stacked: PyTree) -> Kept:
         ids = jnp.minimum(self.first + jnp.arange(self.per_device), self.n - 1)
         return Kept(jax.tree.map(lambda leaf: jnp.asarray(leaf)[ids], stacked))
 
