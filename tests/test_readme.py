@@ -11,8 +11,8 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def blocks(language: str, file: str = "README.md") -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / file).read_text(), re.DOTALL)
 
 
 def test_first_program_prints_what_the_readme_says(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,6 +33,20 @@ def test_nodes_of_one_kind_come_to_one_model(capsys: pytest.CaptureFixture[str])
     low, high = sorted((shares[::2], shares[1::2]))
     assert max(low) < 10
     assert min(high) > 90
+
+
+def test_ten_times_the_penalty_is_a_tenth_of_the_error(capsys: pytest.CaptureFixture[str]) -> None:
+    errors = [float(re.findall(r"error ([\d.]+)", line)[0]) for line in printed_by("own_method.py", capsys)]
+    assert 8 < errors[0] / errors[1] < 12
+    assert 8 < errors[1] / errors[2] < 12
+    assert errors[3] < errors[2]
+
+
+def test_the_page_about_methods_shows_the_example() -> None:
+    example = (ROOT / "examples" / "own_method.py").read_text()
+    shown = blocks("python", "docs/methods.md")
+    assert len(shown) == 2
+    assert all(block.strip() in example for block in shown)
 
 
 def test_a_sketch_learns_for_its_share_of_the_bytes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,6 +58,8 @@ def oracles(me, batches):
         "f_y": me.f_y(X, Y, batches["upper"]),
         "f_x_and_y": me.f_x_and_y(X, Y, batches["upper"]),
         "g": me.g(X, Y, batches["lower"]),
+        "g_x": me.g_x(X, Y, batches["lower"]),
+        "g_x_and_y": me.g_x_and_y(X, Y, batches["lower"]),
         "g_y": me.g_y(X, Y, batches["lower"]),
         "g_yy": me.g_yy(X, Y, V, batches["lower"]),
         "g_xy": me.g_xy(X, Y, V, batches["lower"]),
@@ -90,6 +92,8 @@ def dense(upper_data, lower_data):
         "f_y": f_y,
         "f_x_and_y": jnp.concatenate([f_x, f_y]),
         "g": g(x, y),
+        "g_x": jax.grad(g, 0)(x, y),
+        "g_x_and_y": jnp.concatenate([jax.grad(g, 0)(x, y), jax.grad(g, 1)(x, y)]),
         "g_y": jax.grad(g, 1)(x, y),
         "g_yy": H @ v,
         "g_xy": J.T @ v,
@@ -129,7 +133,8 @@ def test_oracles_are_the_derivatives_of_the_clients_own_objective(place, block):
 
 def test_answers_have_the_shape_of_the_variables():
     found, _ = answers(0)
-    like = {"f_x": X, "f_y": Y, "g_y": Y, "g_yy": Y, "g_xy": X, "f_x_and_y": (X, Y), "g_xy_and_yy": (X, Y)}
+    like = {"f_x": X, "f_y": Y, "g_x": X, "g_y": Y, "g_yy": Y, "g_xy": X}
+    like |= dict.fromkeys(("f_x_and_y", "g_x_and_y", "g_xy_and_yy"), (X, Y))
     for name, tree in like.items():
         assert jax.tree.map(jnp.shape, found[name]) == jax.tree.map(jnp.shape, tree), name
         assert all(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(found[name]))

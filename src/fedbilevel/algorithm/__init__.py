@@ -1,6 +1,6 @@
 """Methods, one file each."""
 
-from fedbilevel.algorithm.base import Algorithm, CannotRunError
+from fedbilevel.algorithm.base import Algorithm, CannotRunError, TwoVariables, Variables
 from fedbilevel.algorithm.baseline.clustered import ClusteredFL
 from fedbilevel.algorithm.baseline.commfedbio import CommFedBiO
 from fedbilevel.algorithm.baseline.compressed import CompressedFedAvg, FetchSGD
@@ -72,5 +72,7 @@ __all__ = [
     "Local",
     "PFedMe",
     "StocBiO",
+    "TwoVariables",
+    "Variables",
     "ZeroFL",
 ]

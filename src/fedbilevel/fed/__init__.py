@@ -1,6 +1,6 @@
 """The language: placed values, the verbs that move them, and the ledger of what they cost."""
 
-from fedbilevel.fed.codec import Codec, Dense, Partial, TopK
+from fedbilevel.fed.codec import Codec, Dense, Partial, RandomCodec, TopK
 from fedbilevel.fed.cohort import Cohort
 from fedbilevel.fed.compress import Quantized, RandomK
 from fedbilevel.fed.federation import Federation
@@ -28,6 +28,7 @@ __all__ = [
     "ProgramError",
     "Published",
     "Quantized",
+    "RandomCodec",
     "RandomK",
     "TopK",
     "UncountedWorkError",

@@ -199,7 +199,7 @@ class Client:
         """
         return objective(self.problem, _named(level, ("upper", "lower"), "level"), x, y, batch)
 
-    def count(self, batch: Batch, *kinds: str) -> None:
+    def count(self, batch: Any, *kinds: str) -> None:
         """Book one oracle call of each kind, and one reading of the batch's samples."""
         if not isinstance(batch, Batch):
             raise TypeError(
