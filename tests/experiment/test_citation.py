@@ -1,5 +1,6 @@
 """Citations: every name that has a source gets it, once, in valid BibTeX."""
 
+import inspect
 import pathlib
 import re
 from collections.abc import Iterable
@@ -7,6 +8,7 @@ from collections.abc import Iterable
 import pytest
 
 from fedbilevel.experiment.citation import CITED, bibtex
+from fedbilevel.experiment.registry import GROUPS, SCHEDULES
 
 ALWAYS = ["fedbilevel", "bradbury2018jax", "kidger2021equinox"]
 BIB = pathlib.Path(__file__).parents[2] / "src" / "fedbilevel" / "experiment" / "references.bib"
@@ -52,6 +54,13 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_name_is_cited(name: str) -> None:
     assert keys([name]) == ALWAYS + CASES[name]
+
+
+def test_whatever_names_a_reference_is_cited() -> None:
+    registered = {name: thing for group in GROUPS.values() for name, thing in group.items()}
+    named = {name for name, thing in registered.items() if "Reference" in (inspect.getdoc(thing) or "")}
+    assert len(named) > 40
+    assert named - CITED.keys() <= SCHEDULES.keys(), "schedules are optax's own"
 
 
 def test_entries_occur_once_and_in_an_order_of_their_own() -> None:

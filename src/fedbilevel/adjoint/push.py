@@ -79,7 +79,7 @@ class PushAdjoint(eqx.Module):
     Cost a node and round: one g_xy and g_yy each (VR-HGP: two), on one batch if shared; a message of d_y
     scalars (VR-HGP: 2d_y) a link. Independent edges where the lower level steps before sending: two messages.
 
-    Reference: N. Terashita, S. Hara, Personalized decentralized bilevel optimization over random and directed
+    Reference: N. Terashita, S. Hara, Personalized decentralized bilevel optimization over random directed
     networks, 2022, algorithms 4 and 5 (with w in line 22 of the latter, and v starting from zero).
     """
 

@@ -100,7 +100,7 @@ class PDBO(Algorithm[PersonalState]):
     (VR-HGP: 2d_y) in M, neither of both where `local`; a node T calls of g_y, M (2M) of g_yy and g_xy, one of
     f_x and f_y. `consensus` adds a round, d_x + 1.
 
-    Reference: N. Terashita, S. Hara, Personalized decentralized bilevel optimization over random and directed
+    Reference: N. Terashita, S. Hara, Personalized decentralized bilevel optimization over random directed
     networks, 2022.
     """
 

@@ -43,6 +43,18 @@ CITED: Mapping[str, tuple[str, ...]] = {
     "FedDF": ("lin2020ensemble",),
     "DSFL": ("itahara2023distillation",),
     "FedET": ("cho2022heterogeneous",),
+    "SGP": ("nedic2016stochastic", "assran2019stochastic"),
+    "PDBO": ("terashita2022personalized",),
+    # parts of algorithms
+    "HGP": ("terashita2022personalized",),
+    "VRHGP": ("terashita2022personalized",),
+    "ITD": ("franceschi2017forward", "terashita2022personalized"),
+    "ErdosRenyi": ("erdos1959random", "boyd2004fastest"),
+    "GradientDecoder": ("li2023resolving",),
+    "SketchLasso": ("li2023resolving",),
+    "LinearSketch": ("li2023resolving",),
+    "Submodel": ("li2023resolving",),
+    "Adam": ("kingma2015adam",),
     # problems
     "HyperRepresentation": ("franceschi2018bilevel", "tarzanagh2022fednest"),
     "FewShot": ("franceschi2018bilevel",),
@@ -51,6 +63,19 @@ CITED: Mapping[str, tuple[str, ...]] = {
     "AgnosticClients": ("mohri2019agnostic",),
     "LossTuning": ("kini2021label", "li2021autobalance", "tarzanagh2022fednest"),
     "Saddle": ("tarzanagh2022fednest",),
+    "ClassWeights": ("terashita2022personalized", "duan2019astraea"),
+    "Mixture": ("terashita2022personalized", "marfoq2021federated"),
+    "WeightedMixture": ("terashita2022personalized", "marfoq2021federated", "duan2019astraea"),
+    "PersonalLayers": ("arivazhagan2019federated",),
+    "Interpolation": ("mansour2020three", "deng2020adaptive"),
+    # models
+    "ConvNet": ("wu2018group", "vinyals2016matching"),
+    "TwoLayerCNN": ("marfoq2021federated",),
+    "MobileNetV2": ("sandler2018mobilenetv2", "wu2018group"),
+    "CharLSTM": ("hochreiter1997long", "caldas2018leaf"),
+    "FourLayerCNN": ("li2023resolving",),
+    "SlicedMLP": ("diao2021heterofl",),
+    "ResNet": ("he2016deep", "diao2021heterofl"),
     # data
     "mnist": ("lecun1998gradient",),
     "mnist-mini": ("lecun1998gradient",),
@@ -65,6 +90,7 @@ CITED: Mapping[str, tuple[str, ...]] = {
     "Shards": ("mcmahan2017communication",),
     "Dirichlet": ("marfoq2021federated",),
     "Pachinko": ("reddi2021adaptive",),
+    "LongTail": ("cui2019class", "tarzanagh2022fednest"),
     # software
     "optax": ("deepmind2020jax",),
 }
