@@ -127,7 +127,41 @@ def test_a_module_that_is_nowhere(fedbilevel: Any, tmp_path: Any) -> None:
     text = 'steps = 2\nproblem = "nowhere_at_all:make"\n' + SADDLE[SADDLE.index("[algorithm]") :]
     said = fedbilevel("run", write(tmp_path, text))
     assert said.code == 2
-    assert "cannot be imported: No module named 'nowhere_at_all'. Modules are looked for in" in said.err
+    assert "cannot be imported: No module named 'nowhere_at_all'. It is looked for in" in said.err
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [("import numpyy\n", "No module named 'numpyy' ("), ("\nraise OSError('boom')\n", "OSError: boom (")],
+)
+def test_a_module_that_breaks_is_named_with_its_line(
+    fedbilevel: Any, tmp_path: Any, code: str, words: str
+) -> None:
+    module = f"breaks_{len(code)}"
+    (tmp_path / f"{module}.py").write_text(code)
+    text = f'steps = 2\nproblem = "{module}:make"\n' + SADDLE[SADDLE.index("[algorithm]") :]
+    said = fedbilevel("run", write(tmp_path, text))
+    assert said.code == 2
+    assert words in said.err
+    assert f"{module}.py, line {code.count(chr(10))})" in said.err
+
+
+def test_a_run_of_changed_code_is_another_run(fedbilevel: Any, tmp_path: Any) -> None:
+    code = (
+        "import jax\nfrom fedbilevel import Saddle\n\n\n"
+        "def make():\n    known = Saddle.random(jax.random.key(0), 3, 2)\n"
+        "    return known.problem(), known.clients()\n"
+    )
+    (tmp_path / "changing.py").write_text(code)
+    text = 'steps = 2\nproblem = "changing:make"\n' + SADDLE[SADDLE.index("[algorithm]") :]
+    file = write(tmp_path, text)
+    assert fedbilevel("run", file, "-o", "o").code == 0
+    assert "done before" in fedbilevel("run", file, "-o", "o").err
+    (tmp_path / "changing.py").write_text(code.replace("key(0)", "key(1)"))
+    said = fedbilevel("run", file, "-o", "o")
+    assert said.code == 2
+    assert "of other code (modules that its settings name have changed)" in said.err
+    assert fedbilevel("run", file, "-o", "o", "--again").code == 0
 
 
 def test_results_cannot_be_written_below_a_file(fedbilevel: Any, tmp_path: Any) -> None:

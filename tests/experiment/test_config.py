@@ -278,7 +278,8 @@ def test_a_mistake_is_an_error_with_file_key_and_advice(tmp_path: Any, line: str
     for key in ("steps", "every", "name"):
         if line.startswith(f"{key} ="):
             text = "\n".join(other for other in SADDLE.splitlines() if not other.startswith(f"{key} ="))
-    with pytest.raises(ConfigError, match=rf"^\S*tiny\.toml: .*{LINES[line]}"):
+    variant = r" \(A\)" if line.startswith("variants.A.") else r"( \(uper_lr=3\))?"
+    with pytest.raises(ConfigError, match=rf"^\S*tiny\.toml{variant}: .*{LINES[line]}"):
         described(tmp_path, f"{line}\n{text}")
 
 

@@ -146,6 +146,7 @@ LEARN_Y = {
     "SGP": lambda: fb.SGP(fb.links.Ring(), 0.1),
     "PDBO": lambda: fb.PDBO(fb.links.Ring(), 0.1, 2, fb.SGD(0.1), terms=2),
     "Local": lambda: fb.Local(0.1),
+    "QFFL": lambda: fb.QFFL(0.1),
     "FedProx": lambda: fb.FedProx(0.1, 1.0),
     "FedSep": lambda: fb.FedSep(fb.LinearSketch(2), fb.SGD(0.1)),
     "CompressedFedAvg": fb.CompressedFedAvg,

@@ -27,6 +27,11 @@ def test_a_method_of_first_order_on_a_structure_of_its_own(name: str) -> None:
     assert not any((found.second_derivatives, found.strongly_convex, found.keeps_state))
 
 
+@pytest.mark.parametrize("name", ["LFedNest", "LFedNestSVRG"])
+def test_who_inverts_own_hessians_reads_how_smooth_each_client_is(name: str) -> None:
+    assert traits(ALGORITHMS[name]).reads_individuals
+
+
 def test_state_at_clients_and_single_values_are_seen() -> None:
     found = traits(EveryVerb)
     assert found.keeps_state

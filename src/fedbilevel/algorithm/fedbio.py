@@ -90,7 +90,7 @@ class FedBiO(Algorithm[FieldState]):
         return x, y
 
 
-@decides("lower")
+@decides("lower", "upper")
 def FedBiOLocal(upper_lr: Rate, lower_lr: Rate, adjoint_lr: Rate, **options: Any) -> FedBiO:
     """FedBiO where every client's lower level is its own: y_i never leaves client i, only x is averaged.
 

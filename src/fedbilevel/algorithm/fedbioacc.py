@@ -203,7 +203,7 @@ class FedBiOAcc(Algorithm[StormState]):
         return x, y
 
 
-@decides("lower")
+@decides("lower", "upper", "c_adjoint")
 def FedBiOAccLocal(upper_lr: Rate, lower_lr: Rate, adjoint_lr: Rate, **options: Any) -> FedBiOAcc:
     """FedBiOAcc where every client's lower level is its own: only x and its momentum are averaged.
 

@@ -11,12 +11,21 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from fedbilevel.algorithm.base import Algorithm
 from fedbilevel.cli.run import File
 from fedbilevel.cli.say import show
 from fedbilevel.data.source import Source
 from fedbilevel.experiment.citation import bibtex
 from fedbilevel.experiment.config import plans
-from fedbilevel.experiment.registry import ALGORITHMS, GROUPS, SCHEDULES, ConfigError, nearest, parameters
+from fedbilevel.experiment.registry import (
+    ALGORITHMS,
+    GROUPS,
+    SCHEDULES,
+    ConfigError,
+    find,
+    nearest,
+    parameters,
+)
 from fedbilevel.experiment.traits import documented, traits
 
 commands = typer.Typer()
@@ -41,20 +50,22 @@ def list_names(
 
 @commands.command("show")
 def show_name(
-    name: Annotated[str, typer.Argument(help="A name that `list` shows.", show_default=False)],
+    name: Annotated[
+        str, typer.Argument(help="A name that `list` shows, or module:name.", show_default=False)
+    ],
 ) -> None:
     """All about one name: its settings with the papers' symbols, its cost, its needs, its reference."""
     known = {key: thing for group in GROUPS.values() for key, thing in group.items()}
-    if name not in known:
+    if name not in known and ":" not in name:
         raise ConfigError(f"there is no {name!r}{nearest(name, known)} `fedbilevel list` shows all names.")
-    thing = known[name]
+    thing = known[name] if name in known else find(name, {}, "name")
     if isinstance(thing, Source):
         show(_of_source(thing))
         return
     text, fields = documented(thing)
     show(f"{name}\n\n{text}\n")
     show(_settings(thing, fields))
-    if name in ALGORITHMS:
+    if name in ALGORITHMS or (isinstance(thing, type) and issubclass(thing, Algorithm)):
         show(f"\nneeds\n{traits(thing)}")
 
 

@@ -32,6 +32,7 @@ import tomli_w
 from fedbilevel.experiment.change import merged, tree_of
 from fedbilevel.experiment.construct import Table, check_keys, with_defaults
 from fedbilevel.experiment.engines import ENGINES
+from fedbilevel.experiment.own_code import fingerprints
 from fedbilevel.experiment.registry import (
     ALGORITHMS,
     PROBLEMS,
@@ -95,6 +96,8 @@ class Plan:
         """Two runs with the same hash give the same numbers, as far as both go."""
         ignored = set(_NOT_HASHED) - ({"every"} if "patience" in self.config.get("best", {}) else set())
         relevant = {key: value for key, value in self.config.items() if key not in ignored}
+        if code := fingerprints(self.config):
+            relevant["modules"] = code
         return hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     def toml(self) -> str:
@@ -185,7 +188,15 @@ def _plans(
                 filter(None, [name or settings.get("variant", ""), *_labels(point)])
             )
             for seed in seeds if seeds is not None else _seeds(settings):
-                yield Plan(source, complete(settings | {"seed": int(seed)}))
+                yield _plan(source, settings | {"seed": int(seed)})
+
+
+def _plan(source: str, settings: Table) -> Plan:
+    try:
+        return Plan(source, complete(settings))
+    except ConfigError as error:
+        variant = settings["variant"]
+        raise ConfigError(f"{source} ({variant}): {error}" if variant else str(error)) from None
 
 
 def _check_changes(changes: Mapping[str, Any]) -> None:

@@ -89,8 +89,8 @@ class Directory:
         fruitless = not any(self._checkpoints()) and not (self.path / "result.npz").exists()
         if earlier and not again and not fruitless and earlier.get("config_hash") != plan.hash:
             raise RunError(
-                f"{self.path} holds a run with other settings. Choose another folder with --out, or "
-                "replace it with --again."
+                f"{self.path} holds a run with other settings, or of other code (modules that its settings "
+                "name have changed). Choose another folder with --out, or replace it with --again."
             )
         if again or fruitless:
             self._clear()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import traceback
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -255,17 +256,25 @@ def find(kind: Any, group: Mapping[str, Factory], what: str) -> Factory:
     if isinstance(kind, str) and kind in group:
         return group[kind]
     if isinstance(kind, str) and ":" in kind:
-        try:
-            return imported(kind)
-        except (ImportError, PortableError) as error:
-            raise ConfigError(
-                f"{kind!r} cannot be imported: {error}. Modules are looked for in the current folder, beside "
-                "the experiment file, and where PYTHONPATH says."
-            ) from None
+        return _own(kind)
     raise ConfigError(
         f"there is no {what} {kind!r}{nearest(kind, group)} There are: {', '.join(group)}; "
         "or `module:name` for one of your own."
     )
+
+
+def _own(kind: str) -> Factory:
+    """What `module:name` names; whatever goes wrong in that module is said with its place."""
+    try:
+        return imported(kind)
+    except PortableError as error:
+        raise ConfigError(f"{kind!r} cannot be imported: {error}") from None
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        why = f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
+        if isinstance(error, ModuleNotFoundError) and error.name == kind.partition(":")[0]:
+            why = f"{error}. It is looked for in the current folder, beside the file, and on PYTHONPATH"
+        raise ConfigError(f"{kind!r} cannot be imported: {why}") from None
 
 
 def types_of(factory: Factory) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def solve(
         algorithm: how, for example `FedNest(upper_lr=0.1, lower_lr=0.1)`.
         steps: how many steps (more of them, if `start` is given).
         seed: the same seed gives the same bits; default 0, or that of `start`.
-        engine: "simulator", "process", "mesh", or an engine object.
+        engine: "simulator", "process", "mesh", "nvflare", or an engine object.
         every: steps between two rows of the history; default: about 20 rows in all.
         measure: built-in measures for the history, on all data, not billed: "hypergradient_norm",
             "adjoint_residual", "lower_distance", "client_drift" (see `fedbilevel.algorithm.measure`).

@@ -73,14 +73,23 @@ class Traits:
 
 
 def traits(factory: Factory) -> Traits:
-    """The traits of a method with its default settings."""
+    """The traits of a method with its default settings, what it measures before the first step included."""
     method = _example(factory)
     for problem, clients in _small_problems():
         try:
-            return _watch(method, problem, clients)
+            found = _watch(method, problem, clients)
+            individuals = found.reads_individuals or _measures_each(factory, method)
+            return dataclasses.replace(found, reads_individuals=individuals)
         except Exception:  # a method for problems of another structure, or for none of these
             continue
     raise ValueError(f"{method} could not be run on any of the small problems that it was tried on")
+
+
+def _measures_each(factory: Factory, method: Any) -> bool:
+    """Whether every client says how smooth its own g is (`OwnCurvatureProbe`), unless a number is given."""
+    smoothness = parameters(factory).get("smoothness")
+    measured = smoothness is not None and smoothness.default == "auto"
+    return measured and bool(getattr(method, "inverts_own_hessians", False))
 
 
 def _example(factory: Factory) -> Algorithm[Any]:

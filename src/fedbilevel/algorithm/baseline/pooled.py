@@ -26,7 +26,7 @@ def StocBiO(upper_lr: Rate, lower_lr: Rate, **options: Any) -> FedNest:
     return FedNest(upper_lr, lower_lr, inner="sgd", outer="local", series="sum", **options)
 
 
-@decides("lower", "sync_every")
+@decides("lower", "upper", "c_adjoint", "sync_every")
 def MRBO(upper_lr: Rate, lower_lr: Rate, adjoint_lr: Rate, **options: Any) -> FedBiOAcc:
     """MRBO: self-correcting momenta of the lower gradient and of the Neumann hypergradient.
 

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.random as jr
 
-from fedbilevel.algorithm.base import Info, TwoVariables, Variables
+from fedbilevel.algorithm.base import Info, TwoVariables, Variables, check_learns_y
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.program import Program
 from fedbilevel.local.descent import Descent
@@ -73,6 +73,10 @@ class QFFL(TwoVariables):
         check_amounts(self, "steps", "epochs")
         if isinstance(self.q, int | float) and not self.q >= 0:
             raise ValueError(f"q is {self.q!r}; it must be at least 0")
+
+    def init(self, fed: Federation, key: jax.Array) -> Variables:
+        check_learns_y(fed.problem)
+        return super().init(fed, key)
 
     def step(self, fed: Federation, state: Variables, key: jax.Array) -> tuple[Variables, Info]:
         k_cohort, k_steps = jr.split(key)
