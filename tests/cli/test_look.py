@@ -71,6 +71,18 @@ def test_show_tells_all_of_a_method(fedbilevel: Any) -> None:
     }
 
 
+def test_what_others_refer_to_and_what_is_ones_own_can_be_shown(fedbilevel: Any, tmp_path: Any) -> None:
+    assert "Cost a" in fedbilevel("show", "Heterogeneous").out
+    (tmp_path / "shown_method.py").write_text(
+        "import fedbilevel as fb\n\n\nclass Mine(fb.FedAvg):\n"
+        '    """My own.\n\n    Args:\n        lr: how far.\n    """\n'
+    )
+    said = fedbilevel("show", "shown_method:Mine").out
+    assert "My own." in said
+    assert "how far." in said
+    assert "oracles" in said
+
+
 def test_brackets_in_a_description_are_shown(fedbilevel: Any) -> None:
     assert "`[i, j]` how often i hears j" in words(fedbilevel("show", "Stochastic").out)
 

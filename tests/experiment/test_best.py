@@ -41,8 +41,12 @@ def test_the_best_row(case: str) -> None:
 
 
 def test_accuracies_rise_and_errors_fall() -> None:
-    assert all(map(higher_is_better, ("test_accuracy", "accuracy_p10", "f1", "auc", "recall")))
-    assert not any(map(higher_is_better, ("error", "test_loss", "hypergradient_norm", "client_drift")))
+    assert all(
+        map(higher_is_better, ("test_accuracy", "accuracy_p10", "f1", "auc", "recall", "acc_worst", "R2"))
+    )
+    assert not any(
+        map(higher_is_better, ("error", "test_loss", "hypergradient_norm", "client_drift", "df1x"))
+    )
     rows = [{"accuracy": 0.1}, {"accuracy": 0.9}, {"accuracy": 0.5}]
     assert Best("accuracy").place(rows) == 1
     assert Best("accuracy", "min").place(rows) == 0

@@ -178,7 +178,7 @@ def VRHGP(terms: int, alpha: Any = 0.9, beta: Any = 0.1, **options: Any) -> Push
     """Hypergradient push with reduced variance, a mean of two estimates whose error falls with M.
 
     Args:
-        terms: M.
+        terms: M, rounds of hypergradient push.
         alpha: how much of v is kept in a round, between 0 and 1.
         beta: how much of w̃ is made anew in a round, between 0 and 1.
         **options: as for `PushAdjoint`.

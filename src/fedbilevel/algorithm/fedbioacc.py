@@ -64,7 +64,9 @@ class FedBiOAcc(Algorithm[StormState]):
     (where cohorts are sampled, the average of everyone's).
 
     Args:
-        upper_lr, lower_lr, adjoint_lr: η, γ, τ.
+        upper_lr: η, of x, times the α_t above.
+        lower_lr: γ, of y, likewise.
+        adjoint_lr: τ, of u, likewise.
         sync_every: I, local steps between two averages; a number, or a tuple with one for each client.
         delta, t0: δ and t₀ of the step size.
         c_upper, c_lower, c_adjoint: c of ν, ω, q. `c α²` should lie in (0, 1]; 1 is no memory.

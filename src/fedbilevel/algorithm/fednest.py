@@ -50,7 +50,7 @@ class FedNest(TwoVariables):
         lower_lr: β, step size for y.
         upper_steps: τ, local steps on x; a number, or a tuple with one for each client.
         lower_steps: τ, local steps on y; likewise.
-        lower_rounds: T.
+        lower_rounds: T, rounds on y before x moves.
         terms: N, the terms of the series or the iterations of CG.
         smoothness: ℓ, an upper bound of the largest eigenvalue of `mean H_i` (of every `H_i` where the
             outer level is local); "auto" measures it at the start (`solve` does that and bills it). CG
@@ -65,10 +65,14 @@ class FedNest(TwoVariables):
             Where the outer level is local it is the mean of the clients' own, with `adjoint_failed`, the
             share of clients whose series cannot converge or whose Hessian is not positive definite, for
             one more product a step and two more scalars up.
-        inner, outer, alternate: the switches of the table.
+        inner: "svrg" (local steps corrected by the mean gradient, one more exchange a round) or "sgd".
+        outer: "global", the hypergradient of the mean, or "local": every client's own, without exchanges.
+        alternate: y moves before x does; False: both at once, in the same local steps.
 
     Cost a step and client, everyone in the cohort, with N' products: `2d_x + (2T + N' + 2)d_y` scalars
-    down, `2d_x + (2T + N' + 1)d_y` up (`sum`: N' = N − 1, `cg`: N' = N).
+    down, `2d_x + (2T + N' + 1)d_y` up (`sum`: N' = N − 1, `cg`: N' = N); T(1 + 2τ) calls of g_y (τ of the
+    lower level; `inner="sgd"`: T τ), N' of g_yy, 1 + 2τ of f_x (τ of the upper level), one each of f_y
+    and g_xy.
 
     Reference: D. A. Tarzanagh, M. Li, C. Thrampoulidis, S. Oymak, FedNest: Federated bilevel,
     minimax, and compositional optimization, ICML 2022.

@@ -41,7 +41,7 @@ class ITD(eqx.Module):
     weights of `Clients`.
 
     Args:
-        steps: T.
+        steps: T, of gradient push, which are differentiated.
         mode: "backward" or "forward".
 
     Cost: T rounds of push-sum, and for "backward" T more with d_y scalars a link, T g_xy and g_yy a node; for

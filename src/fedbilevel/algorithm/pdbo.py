@@ -81,10 +81,10 @@ class PDBO(Algorithm[PersonalState]):
     Args:
         links: who hears whom (`fedbilevel.links`).
         lower_lr: α of stochastic gradient push; a number, or an optax schedule of the INNER step.
-        lower_steps: T.
+        lower_steps: T, steps of gradient push on y in a step of x.
         upper: the optimiser of x_i: one of `fedbilevel.Adam`, `SGD`, of optax, or a dict of these for the
             blocks of x. (Transformations of optax are closures, which cannot be sent to another process.)
-        terms: M.
+        terms: M, rounds of hypergradient push.
         alpha, beta: of VR-HGP; None for both: plain HGP.
         adjoint: another way to the hypergradient, in the place of `terms`, `alpha` and `beta`
             (`adjoint.HGP`, `VRHGP`, `RecurrentBackpropagation`; `algorithm.ITD`).

@@ -11,7 +11,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from fedbilevel.algorithm.base import Algorithm
+from fedbilevel import algorithm
+from fedbilevel.algorithm import Algorithm
 from fedbilevel.cli.run import File
 from fedbilevel.cli.say import show
 from fedbilevel.data.source import Source
@@ -55,7 +56,8 @@ def show_name(
     ],
 ) -> None:
     """All about one name: its settings with the papers' symbols, its cost, its needs, its reference."""
-    known = {key: thing for group in GROUPS.values() for key, thing in group.items()}
+    named = {key: thing for group in GROUPS.values() for key, thing in group.items()}
+    known = {key: getattr(algorithm, key) for key in algorithm.__all__} | named  # others refer to these, too
     if name not in known and ":" not in name:
         raise ConfigError(f"there is no {name!r}{nearest(name, known)} `fedbilevel list` shows all names.")
     thing = known[name] if name in known else find(name, {}, "name")
@@ -65,7 +67,7 @@ def show_name(
     text, fields = documented(thing)
     show(f"{name}\n\n{text}\n")
     show(_settings(thing, fields))
-    if name in ALGORITHMS or (isinstance(thing, type) and issubclass(thing, Algorithm)):
+    if name in ALGORITHMS or (name not in known and isinstance(thing, type) and issubclass(thing, Algorithm)):
         show(f"\nneeds\n{traits(thing)}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import pathlib
+import re
 import tomllib
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
@@ -17,15 +18,21 @@ Row: TypeAlias = dict[str, float]
 
 
 def higher_is_better(name: str) -> bool:
-    """Whether a metric of this name should grow: accuracies and scores do, all else should fall."""
-    return any(part in name for part in ("accuracy", "score", "f1", "auc", "precision", "recall"))
+    """Whether a metric of this name should grow: accuracies, scores and the like do, all else falls."""
+    return any(part in name for part in ("accuracy", "score", "precision", "recall", "reward")) or bool(
+        _GROW & set(re.split(r"[^a-z0-9]+", name.lower()))
+    )
+
+
+_GROW = {"acc", "auc", "auroc", "bleu", "dice", "f1", "iou", "ndcg", "r2"}
+"""Names, or parts of names between underscores, of what should grow."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Best:
     """What the best point of a run is, and when to stop waiting for a better one.
 
-    Attributes:
+    Args:
         metric: a column of the history.
         mode: "max" or "min"; default: by its name (`higher_is_better`).
         patience: stop after so many evaluations without improvement; None: never.

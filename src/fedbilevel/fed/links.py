@@ -48,7 +48,7 @@ class ErdosRenyi(Links):
     Graphs are drawn from `seed` until one is connected.
 
     Args:
-        probability: p.
+        probability: p, of each link.
         mixing: the weights: "metropolis": `1/(1 + max degree of the two)`; "fastest": those of the fastest
             mixing Markov chain on the graph, by a convex solver (needs the extra `fedbilevel[networks]`).
         seed: draws the graph.

@@ -124,7 +124,7 @@ class GradientDecoder(Decoder):
     with a fresh batch for every product. Cost: I_dec of g_y, Q of g_yy, one of g_xy.
 
     Args:
-        lower_lr: γ.
+        lower_lr: γ, step size of the decoder.
         lower_steps: I_dec; a number, or a tuple with one for each client.
         terms: Q; the series has Q + 1 terms.
         adjoint_lr: τ, at most the inverse of H's largest eigenvalue; None: γ.

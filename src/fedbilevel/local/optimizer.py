@@ -58,6 +58,9 @@ class Named(Optimizer):
 class PerBlock(Optimizer):
     """Another rule for every block of the parameters, by their first key.
 
+    Args:
+        blocks: key -> optimiser.
+
     Example:
         >>> import jax.numpy as jnp
         >>> rule = PerBlock({"classes": SGD(0.1), "mixture": SGD(1.0)})
@@ -112,7 +115,13 @@ def Adam(
 
 
 def SGD(learning_rate: Rate, momentum: float | None = None, penalty: float = 0.0) -> Named:
-    """Gradient descent, perhaps with momentum, by optax; `learning_rate` as for `Adam`."""
+    """Gradient descent, perhaps with momentum, by optax.
+
+    Args:
+        learning_rate: as for `Adam`.
+        momentum: the share of the last direction that is kept; None: no momentum.
+        penalty: as for `Adam`.
+    """
     settings = {"learning_rate": rate(learning_rate)} | ({} if momentum is None else {"momentum": momentum})
     return Named("sgd", settings, penalty)
 

@@ -151,8 +151,8 @@ class SketchLasso(Sketched):
     * "warm": `θ = lasso(ω)`, from the client's last θ, y0 at first.
 
     Args:
-        size: p.
-        penalty: β.
+        size: p, numbers in a sketch.
+        penalty: β, of the absolute values: more of it, fewer that are not zero.
         lower_lr: γ, below `2/‖S‖²` (accelerated: at most `1/‖S‖²`); None: `1/‖S‖²`.
         lower_steps: I_dec.
         sketch: "gaussian", "srht" (fast) or "sparse" (fast).
@@ -247,8 +247,16 @@ class LinearSketch(Sketched):
     """`θ(ω) = θ₀ + Sᵀ(SSᵀ)⁻¹(ω − Sθ₀)`: the θ nearest to θ₀ with `Sθ = ω`; the LASSO with β = 0.
 
     Encode: `Δω = (SSᵀ)⁻¹SΔθ`. Both by conjugate gradients. θ₀ is the problem's y0 ("offset"), 0 ("cold") or
-    the client's last θ ("warm"). Arguments as for `SketchLasso`; but `cg_iterations` bounds those of the
-    decoder, too: with fewer than p, `Sθ = ω` holds only about.
+    the client's last θ ("warm").
+
+    Args:
+        size: p, numbers in a sketch.
+        sketch: "gaussian", "srht" (fast) or "sparse" (fast).
+        start: what θ₀ is, see above.
+        seed: of S; everybody makes the same.
+        own_sketches: as for `SketchLasso`.
+        memory: as for `SketchLasso`.
+        cg_iterations: of the decoder and the encoder, at most: with fewer than p, `Sθ = ω` holds only about.
 
     Reference: J. Li, H. Huang, FedSep, remark 2 (whose `(SᵀS)⁻¹` does not exist for p < d).
     """

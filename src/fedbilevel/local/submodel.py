@@ -58,7 +58,7 @@ class Submodel(Decoder):
     Args:
         ratios: ρ: a number, a tuple with one for each client, or "random": each client's is drawn once from
             1, 1/2, 1/4, 1/8, 1/16.
-        penalty: β.
+        penalty: β, of a sub-model that is larger than ρ.
         mask_lr: AdamW's step size.
         mask_steps: how many steps of it a refreshment takes.
         refresh: rounds of a client from one refreshment to the next.

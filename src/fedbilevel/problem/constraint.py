@@ -13,7 +13,11 @@ from fedbilevel.tree import PyTree
 
 
 class Simplex(eqx.Module):
-    """All entries of x, over all leaves, are non-negative and sum to `total`."""
+    """All entries of x, over all leaves, are non-negative and sum to `total`.
+
+    Args:
+        total: what they sum to.
+    """
 
     total: float = 1.0
 
@@ -22,7 +26,11 @@ class Simplex(eqx.Module):
 
 
 class Box(eqx.Module):
-    """Every entry of x lies between `low` and `high` (numbers, or trees like x)."""
+    """Every entry of x lies between `low` and `high`.
+
+    Args:
+        low, high: numbers, or trees like x.
+    """
 
     low: Any
     high: Any

@@ -168,7 +168,7 @@ class FetchSGD(Algorithm[Tables]):
             which sends gradients.
         rows, columns: of the tables: more rows, fewer bad estimates; more columns, better ones.
         k: how many entries come down: a number.
-        momentum: ρ.
+        momentum: ρ, of the server's sketch.
         server_lr: η_g; a number or an optax schedule of the round.
         seed: of the tables' hashes.
 

@@ -74,7 +74,7 @@ class PFedMe(Algorithm[Moreau]):
         lower_lr: α, step size for θ, below `2/(λ + the largest eigenvalue of H_i)`; a number or an optax
             schedule of the step.
         lam: λ; large: all models alike, small: every client by itself.
-        inner_steps: K.
+        inner_steps: K, steps on θ for each step of w_i.
         outer_lr: η, step size for w_i; `η λ` should not exceed 1.
         beta: β; 1 is the plain average, more extrapolates.
         steps: R, a number or a tuple with one for each client.
