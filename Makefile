@@ -1,4 +1,4 @@
-# Everything runs in a virtual environment that the first call makes: Python 3.11 or newer is all it needs.
+# Everything runs in a virtual environment that the first call makes: Python 3.11.4 or newer is all it needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

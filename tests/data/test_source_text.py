@@ -76,7 +76,7 @@ def test_load_reads_windows_of_a_given_length(tmp_path: pathlib.Path) -> None:
 
 
 REFUSED = {
-    "lenght": (200, r"'lenght' is no setting.*did you mean 'length'\? there are length, stride, training"),
+    "lenght": (200, r"'lenght' is no setting.*there are length, stride, training; did you mean 'length'"),
     "length": (0, "length is 0; it must be a whole number of at least 1"),
     "stride": (True, "stride is True; it must be a whole number of at least 1"),
     "training": (1.5, r"training is 1\.5; it must be a share above 0 and at most 1"),

@@ -150,7 +150,7 @@ def test_a_kernel_of_size_two_and_the_scaler():
     ("make", "message"),
     [
         (lambda: ResNet(channels=(4,), blocks=(1, 1)), "1 numbers of channels and 2 of blocks"),
-        (lambda: ResNet18(norm="bach"), "norm is 'bach'; did you mean 'batch'"),
+        (lambda: ResNet18(norm="bach"), "norm is 'bach'; .*did you mean 'batch'"),
         (lambda: ResNet18(width=1.5), "width ratio is 1.5; it must be above 0 and at most 1"),
         (lambda: ResNet(stride=3), "stride is 3; it must be 1 or 2"),
         (lambda: ResNet18(outputs=0), "is 0; it must be a whole number"),

@@ -24,10 +24,10 @@ from fedbilevel.experiment.registry import (
     SCHEDULES,
     ConfigError,
     find,
-    nearest,
     parameters,
 )
 from fedbilevel.experiment.traits import documented, traits
+from fedbilevel.name import nearest
 
 commands = typer.Typer()
 
@@ -36,11 +36,12 @@ commands = typer.Typer()
 def list_names(
     group: Annotated[str | None, typer.Argument(help=f"One of: {', '.join(GROUPS)}, papers.")] = None,
 ) -> None:
-    """What there is: algorithms, problems, models, data, partitions, engines, schedules, papers."""
+    """What there is: algorithms, problems, models, data, partitions, links, decoders, engines and more."""
     everything = {**GROUPS, "papers": _papers()}
     if group is not None and group not in everything:
         raise ConfigError(
-            f"there is no group {group!r}{nearest(group, everything)} There are: {', '.join(everything)}"
+            f"there is no group {group!r}{nearest(group, everything) or '.'} "
+            f"There are: {', '.join(everything)}"
         )
     for title in [group] if group else everything:
         table = Table(title=title, title_justify="left", show_header=False, box=None, title_style="bold")
@@ -59,7 +60,9 @@ def show_name(
     named = {key: thing for group in GROUPS.values() for key, thing in group.items()}
     known = {key: getattr(algorithm, key) for key in algorithm.__all__} | named  # others refer to these, too
     if name not in known and ":" not in name:
-        raise ConfigError(f"there is no {name!r}{nearest(name, known)} `fedbilevel list` shows all names.")
+        raise ConfigError(
+            f"there is no {name!r}{nearest(name, known) or '.'} `fedbilevel list` shows all names."
+        )
     thing = known[name] if name in known else find(name, {}, "name")
     if isinstance(thing, Source):
         show(_of_source(thing))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -14,6 +13,7 @@ from fedbilevel.data.clients import Clients
 from fedbilevel.data.dataset import Dataset, Table
 from fedbilevel.data.error import DataError
 from fedbilevel.data.partition import Number, Partition, Rows
+from fedbilevel.name import check_choice
 
 # Annotations say what is called, not which class: a function of one's own will do at every stage.
 Thinning: TypeAlias = Callable[[Table, np.random.Generator], Rows]
@@ -146,11 +146,7 @@ def _check_stage(name: str, stage: Any, *, optional: bool) -> None:
 
 
 def _check_upper(upper: Any) -> None:
-    kinds = ("validation", "training")
-    if upper not in kinds:
-        near = difflib.get_close_matches(str(upper), kinds, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise DataError(f'upper is {upper!r}; it must be "validation" or "training"{hint}')
+    check_choice("upper", upper, ("validation", "training"), DataError)
 
 
 def _chosen(dataset: Dataset, with_test: bool, share: Number, rng: np.random.Generator) -> Dataset:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import pathlib
 import re
 import tomllib
@@ -12,6 +11,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from fedbilevel.name import nearest
 from fedbilevel.tree import PyTree
 
 Row: TypeAlias = dict[str, float]
@@ -51,10 +51,9 @@ class Best:
     def place(self, history: Sequence[Row]) -> int | None:
         """The number of the best row so far (the first of equals); None if no row has a finite value."""
         if history and not any(self.metric in row for row in history):
-            near = difflib.get_close_matches(self.metric, history[-1], n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(
-                f"best is by {self.metric!r}, which no row has; there are {', '.join(history[-1])}{hint}"
+                f"best is by {self.metric!r}, which no row has; there are {', '.join(history[-1])}"
+                + nearest(self.metric, history[-1])
             )
         high = higher_is_better(self.metric) if self.mode is None else self.mode == "max"
         values = np.array([row.get(self.metric, np.nan) for row in history]) * (1 if high else -1)

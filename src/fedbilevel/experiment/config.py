@@ -39,10 +39,10 @@ from fedbilevel.experiment.registry import (
     ConfigError,
     Factory,
     find,
-    nearest,
     parameters,
 )
 from fedbilevel.experiment.run import usual_interval
+from fedbilevel.name import nearest
 
 TABLES: Mapping[str, Mapping[str, Factory]] = {
     "problem": PROBLEMS,
@@ -274,7 +274,7 @@ def check_settings(settings: Table) -> None:
 def _pick(table: Mapping[str, Any], name: str, what: str) -> Any:
     if name not in table:
         known = ", ".join(table) or "none"
-        raise ConfigError(f"there is no {what} {name!r}{nearest(name, table)} The file has: {known}")
+        raise ConfigError(f"there is no {what} {name!r}{nearest(name, table) or '.'} The file has: {known}")
     return table[name]
 
 

@@ -13,10 +13,10 @@ from fedbilevel.experiment.registry import (
     ConfigError,
     Factory,
     find,
-    nearest,
     parameters,
     types_of,
 )
+from fedbilevel.name import nearest
 
 Table: TypeAlias = dict[str, Any]
 
@@ -104,7 +104,7 @@ def check_keys(table: Mapping[str, Any], known: Any, where: str) -> None:
         if key not in known:
             place = f"{where}.{key}" if where else key
             raise ConfigError(
-                f"there is no {place}{nearest(key, known)} "
+                f"there is no {place}{nearest(key, known) or '.'} "
                 f"{where or 'An experiment file'} has: {', '.join(sorted(known))}"
             )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Callable, Iterator, Mapping
 
 from fedbilevel.engine.base import Engine
@@ -11,6 +10,7 @@ from fedbilevel.engine.mesh.engine import Mesh
 from fedbilevel.engine.nvflare.engine import NVFlare
 from fedbilevel.engine.process import Process
 from fedbilevel.engine.simulator import Simulator
+from fedbilevel.name import nearest
 
 ENGINES: Mapping[str, Callable[[], Engine]] = {
     "simulator": Simulator,
@@ -23,9 +23,8 @@ ENGINES: Mapping[str, Callable[[], Engine]] = {
 def engine_of(engine: str) -> Engine:
     """A new engine, by name."""
     if engine not in ENGINES:
-        near = difflib.get_close_matches(str(engine), ENGINES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"there is no engine {engine!r}; the engines are {', '.join(ENGINES)}{hint}")
+        listed = ", ".join(ENGINES)
+        raise ValueError(f"there is no engine {engine!r}; the engines are {listed}{nearest(engine, ENGINES)}")
     return ENGINES[engine]()
 
 

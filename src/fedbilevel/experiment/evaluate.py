@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from fedbilevel.engine.base import Session, Stepper
 from fedbilevel.experiment.best import Row, higher_is_better
 from fedbilevel.fed.ledger import Ledger
 from fedbilevel.fed.place import Kept, map_kept
+from fedbilevel.name import nearest
 from fedbilevel.problem.base import Problem
 from fedbilevel.tree import PyTree
 
@@ -124,9 +124,8 @@ def _check_measures(problem: Problem, measure: Sequence[str]) -> None:
         raise TypeError(f"`measure` is {measure!r}; it must be a sequence of names: measure=({measure!r},)")
     for name in measure:
         if name not in MEASURES:
-            near = difflib.get_close_matches(name, MEASURES, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"there is no measure {name!r}; there are {', '.join(MEASURES)}{hint}")
+            listed = ", ".join(MEASURES)
+            raise ValueError(f"there is no measure {name!r}; there are {listed}{nearest(name, MEASURES)}")
         if problem.structure not in MEASURES[name]:
             possible = ", ".join(MEASURES[name])
             raise ValueError(

@@ -7,13 +7,14 @@ imported only when the logger is made.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import os
 import pathlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
+
+from fedbilevel.name import nearest
 
 _PROJECT = "fedbilevel"
 _FILE_STORE = "MLFLOW_ALLOW_FILE_STORE"
@@ -153,9 +154,8 @@ def check_loggers(names: Iterable[str]) -> None:
 
 def _maker(name: str) -> Callable[[pathlib.Path, str], Logger]:
     if name not in LOGGERS:
-        near = difflib.get_close_matches(str(name), LOGGERS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"there is no logger {name!r}; the loggers are {', '.join(LOGGERS)}{hint}")
+        listed = ", ".join(LOGGERS)
+        raise ValueError(f"there is no logger {name!r}; the loggers are {listed}{nearest(name, LOGGERS)}")
     return LOGGERS[name]
 
 

@@ -7,7 +7,6 @@ cumulative cost). Runs that differ in their seed alone form a *variant*.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import os
 import pathlib
@@ -21,6 +20,7 @@ from fedbilevel.experiment.best import Row
 from fedbilevel.experiment.jsonl import parsed
 from fedbilevel.experiment.record import History
 from fedbilevel.fed.ledger import SIMULATED_SECONDS, Ledger
+from fedbilevel.name import nearest
 
 Path: TypeAlias = str | os.PathLike[str]
 Numbers: TypeAlias = npt.NDArray[np.float64]
@@ -171,9 +171,8 @@ def choose_metric(runs: Iterable[RecordedRun], metric: str | None = None) -> str
     if metric is None:
         return min(names, key=_rank)
     if metric not in names:
-        near = difflib.get_close_matches(metric, names, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise RunError(f"not all runs have a metric {metric!r}; all have {', '.join(names)}{hint}")
+        listed = ", ".join(names)
+        raise RunError(f"not all runs have a metric {metric!r}; all have {listed}{nearest(metric, names)}")
     return metric
 
 

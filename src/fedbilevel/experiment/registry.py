@@ -6,7 +6,6 @@ A new method, problem or partition is one line here.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import traceback
 import typing
@@ -22,6 +21,7 @@ from fedbilevel.engine import conditions
 from fedbilevel.experiment.best import Best
 from fedbilevel.experiment.engines import ENGINES
 from fedbilevel.fed import links
+from fedbilevel.name import nearest
 from fedbilevel.portable import PortableError, imported
 from fedbilevel.problem import cleaning, convolution, fairness, few_shot, loss_tuning, model, representation
 
@@ -244,13 +244,6 @@ GROUPS: Mapping[str, Mapping[str, Any]] = {
 """What `fedbilevel list` shows."""
 
 
-def nearest(name: str, names: typing.Iterable[str]) -> str:
-    """The end of a sentence about a wrong name: the nearest valid one, if there is any, in any case."""
-    spelt = {known.lower(): known for known in names}
-    near = difflib.get_close_matches(str(name).lower(), list(spelt), n=1, cutoff=0.5)
-    return f"; did you mean {spelt[near[0]]!r}?" if near else "."
-
-
 def find(kind: Any, group: Mapping[str, Factory], what: str) -> Factory:
     """A factory by name; `module:name` is one of your own."""
     if isinstance(kind, str) and kind in group:
@@ -258,7 +251,7 @@ def find(kind: Any, group: Mapping[str, Factory], what: str) -> Factory:
     if isinstance(kind, str) and ":" in kind:
         return _own(kind)
     raise ConfigError(
-        f"there is no {what} {kind!r}{nearest(kind, group)} There are: {', '.join(group)}; "
+        f"there is no {what} {kind!r}{nearest(kind, group) or '.'} There are: {', '.join(group)}; "
         "or `module:name` for one of your own."
     )
 

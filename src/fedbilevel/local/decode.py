@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import abc
-import difflib
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -18,6 +16,7 @@ from fedbilevel.fed.loop import branch, repeat
 from fedbilevel.local.descent import Descent
 from fedbilevel.local.narrow import Narrow
 from fedbilevel.local.work import Amount, Work, amount, check_amounts, of_client
+from fedbilevel.name import check_choice
 from fedbilevel.number import check_positive, whole
 from fedbilevel.problem.base import Problem
 from fedbilevel.problem.oracle import Client
@@ -253,11 +252,3 @@ class EachDecoder(Decoder):
             return lambda: getattr(self.decoders[place], method)(me, *values, shared[place])
 
         return branch(of_client(self.assignment, me.id), [own(place) for place in range(len(self.decoders))])
-
-
-def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
-    """Raise an error that explains unless the value is one of those allowed."""
-    if value not in allowed:
-        near = difflib.get_close_matches(str(value), allowed, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}{hint}")

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from fedbilevel.local.count_sketch import SparseJL
-from fedbilevel.local.decode import STARTS, Decoder, check_choice
+from fedbilevel.local.decode import STARTS, Decoder
 from fedbilevel.local.lasso import METHODS, active_set, lasso, lasso_adjoint, least_squares
 from fedbilevel.local.sketch import SRHT, Gaussian, Operator, Sketch
 from fedbilevel.local.work import check_count
+from fedbilevel.name import check_choice
 from fedbilevel.number import check_not_negative, check_positive, whole
 from fedbilevel.problem.base import Problem
 from fedbilevel.problem.oracle import Client

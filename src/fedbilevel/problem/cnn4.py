@@ -6,11 +6,12 @@ import equinox as eqx
 import jax
 import jax.random as jr
 
+from fedbilevel.name import check_choice
 from fedbilevel.problem.base import ProblemError
 from fedbilevel.problem.convolution import check_count, image_shape
 from fedbilevel.problem.image import pool
 from fedbilevel.problem.model import Dense, Shape
-from fedbilevel.problem.scaled import ScaledConvolution, check_norm
+from fedbilevel.problem.scaled import NORMS, ScaledConvolution
 from fedbilevel.problem.submodel import Sliceable, held
 from fedbilevel.tree import PyTree
 
@@ -55,7 +56,7 @@ class FourLayerCNN(Sliceable):
     def __check_init__(self) -> None:
         check_count(self.outputs, "outputs")
         held(self.filters, self.width)
-        check_norm(self.norm)
+        check_choice("norm", self.norm, NORMS)
         if self.pooled not in range(4):
             raise ValueError(f"pooled is {self.pooled!r}; it must be 0, 1, 2 or 3: layers with pooling")
 

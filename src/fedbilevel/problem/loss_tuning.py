@@ -8,7 +8,6 @@ The upper objective sees x through `y*(x)` only: its direct gradient in x is zer
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ import jax.random as jr
 import numpy as np
 
 from fedbilevel.data.clients import Clients
+from fedbilevel.name import check_choice
 from fedbilevel.problem.accuracy import (
     Accuracy,
     BalancedAccuracy,
@@ -190,10 +190,7 @@ def _check_tune(tune: Sequence[str]) -> None:
     if isinstance(tune, str) or not tune:
         raise ProblemError(f"tune is {tune!r}; it must be a list of some of {', '.join(TUNABLE)}")
     for name in tune:
-        if name not in TUNABLE:
-            near = difflib.get_close_matches(name, TUNABLE, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ProblemError(f"tune holds {name!r}; {hint}It must be some of {', '.join(TUNABLE)}")
+        check_choice("a name in tune", name, TUNABLE, ProblemError)
 
 
 def _checked_balance(balance: Any, classes: int) -> jax.Array:

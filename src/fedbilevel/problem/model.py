@@ -8,7 +8,6 @@ parameters are x and which are y is the problem's business, so a model never hol
 from __future__ import annotations
 
 import abc
-import difflib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 
+from fedbilevel.name import check_choice
 from fedbilevel.tree import PyTree
 
 Shape: TypeAlias = tuple[int, ...]
@@ -68,7 +68,7 @@ class Dense(Model):
 
     def __check_init__(self) -> None:
         _check_width(self.outputs)
-        _check_activation(self.activation)
+        check_choice("the activation", self.activation, _ACTIVATIONS)
 
     def init(self, key: jax.Array, input_shape: Shape) -> tuple[PyTree, Shape]:
         inputs = int(np.prod(input_shape))
@@ -128,11 +128,3 @@ def Linear(outputs: int) -> Dense:
 def _check_width(width: Any) -> None:
     if type(width) is not int or width < 1:
         raise ValueError(f"the width of a layer is {width!r}; it must be a whole number of at least 1")
-
-
-def _check_activation(name: str) -> None:
-    if name in _ACTIVATIONS:
-        return
-    near = difflib.get_close_matches(name, _ACTIVATIONS, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(f"the activation is {name!r}; {hint}It must be one of {', '.join(_ACTIVATIONS)}")

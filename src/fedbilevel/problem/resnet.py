@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 
+from fedbilevel.name import check_choice
 from fedbilevel.problem.convolution import check_count, image_shape
 from fedbilevel.problem.model import Dense, Shape
-from fedbilevel.problem.scaled import ScaledConvolution, check_norm
+from fedbilevel.problem.scaled import NORMS, ScaledConvolution
 from fedbilevel.problem.submodel import Sliceable, held
 from fedbilevel.tree import PyTree
 
@@ -94,7 +95,7 @@ class ResNet(Sliceable):
     stride: int = eqx.field(static=True, default=1)
 
     def __check_init__(self) -> None:
-        check_norm(self.norm)
+        check_choice("norm", self.norm, NORMS)
         if self.stride not in (1, 2):
             raise ValueError(f"stride is {self.stride!r}; it must be 1 or 2")
         for count in (self.outputs, *self.channels, *self.blocks):

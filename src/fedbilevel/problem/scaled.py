@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from fedbilevel.name import check_choice
 from fedbilevel.problem.convolution import image_shape
 from fedbilevel.problem.image import convolve, first_kernel
 from fedbilevel.problem.model import Model, Shape
@@ -57,7 +55,7 @@ class ScaledConvolution(Model):
     scaled: bool = eqx.field(static=True, default=True)
 
     def __check_init__(self) -> None:
-        check_norm(self.norm)
+        check_choice("norm", self.norm, NORMS)
 
     def init(self, key: jax.Array, input_shape: Shape) -> tuple[PyTree, Shape]:
         channels, filters = image_shape(input_shape, "convolution")[-1], held(self.filters, self.width)
@@ -101,14 +99,6 @@ class ScaledConvolution(Model):
         end = (0, 1)
         images = jnp.pad(inputs, ((0, 0), end, end, (0, 0)))
         return convolve(images, jnp.pad(weight, (end, end, (0, 0), (0, 0))), self.stride, pad=False)
-
-
-def check_norm(norm: Any) -> None:
-    """Raise an error that explains unless a normalisation is known."""
-    if norm not in NORMS:
-        near = difflib.get_close_matches(str(norm), NORMS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"norm is {norm!r}; {hint}It must be one of {', '.join(NORMS)}")
 
 
 def _within_sample(

@@ -46,7 +46,7 @@ class Compressed(NamedTuple):
 class CommFedBiO(Algorithm[Compressed]):
     """Alternates local SGD on y, Q compressed steps on the adjoint u, and a step on x.
 
-        y ← mean of τ local SGD steps
+        y ← mean of I local SGD steps
         repeat Q times:  u ← u − τ mean C(H_i u − ∇_y f_i + e_i),   e_i what the codec C left out
         x ← x − η mean (∇_x f_i − J_i u)
 
@@ -57,14 +57,14 @@ class CommFedBiO(Algorithm[Compressed]):
     Args:
         upper_lr: η, step size for x; a number or an optax schedule.
         lower_lr: γ, step size for y.
-        adjoint_lr: step size for u, below `2/λ_max(H)`.
+        adjoint_lr: τ, step size for u, below `2/λ_max(H)`.
         topk: k, a number of entries, or a share of all of them in (0, 1).
         terms: Q, compressed exchanges a step.
-        lower_steps: τ, local steps on y; a number, or a tuple with one for each client.
+        lower_steps: I, local steps on y; a number, or a tuple with one for each client.
         cohort: clients in a round; None: all.
 
     Cost a step and client: Q + 2 exchanges; `d_x + (Q + 3)d_y` scalars down, `d_x + d_y` and Q times k
-    values and positions up.
+    values and positions up; I calls of g_y, Q each of f_y and g_yy, one each of f_x and g_xy.
 
     Reference: J. Li, J. Pei, H. Huang, Communication-efficient robust federated learning with noisy labels,
     KDD 2022.

@@ -19,10 +19,10 @@ from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.place import Kept
 from fedbilevel.fed.program import Program
 from fedbilevel.local.count_sketch import CountSketch
-from fedbilevel.local.decode import check_choice
 from fedbilevel.local.learn import Learn
 from fedbilevel.local.optimizer import SGD, Optimizer, optimizer
 from fedbilevel.local.work import Amount, amount, check_amounts, check_count
+from fedbilevel.name import check_choice
 from fedbilevel.number import check_not_negative, whole
 from fedbilevel.problem.oracle import Client
 from fedbilevel.schedule import Rate, rate

@@ -23,9 +23,9 @@ from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.loop import repeat
 from fedbilevel.fed.place import Kept
 from fedbilevel.fed.program import Program
-from fedbilevel.local.decode import check_choice
 from fedbilevel.local.optimizer import Optimizer, optimizer
 from fedbilevel.local.work import Amount, amount, check_amounts, check_count
+from fedbilevel.name import check_choice
 from fedbilevel.number import whole
 from fedbilevel.problem.accuracy import Classifier, CrossEntropy
 from fedbilevel.problem.base import Problem, ProblemError

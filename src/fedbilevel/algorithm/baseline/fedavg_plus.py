@@ -17,7 +17,7 @@ from fedbilevel.fed.place import Kept
 from fedbilevel.local.descent import Descent
 from fedbilevel.local.work import Amount, Work, amount, check_amounts, check_count
 from fedbilevel.number import whole
-from fedbilevel.schedule import Rate, rate
+from fedbilevel.schedule import Rate, rate, rate_if_given
 from fedbilevel.tree import PyTree
 
 
@@ -28,10 +28,6 @@ class Tuned(NamedTuple):
     y: PyTree
     own: Kept
     time: jax.Array
-
-
-def _rate_or_none(value: Any) -> Any:
-    return None if value is None else rate(value)
 
 
 class FedAvgPlus(Algorithm[Tuned]):
@@ -67,7 +63,7 @@ class FedAvgPlus(Algorithm[Tuned]):
     epochs: Amount | None = eqx.field(static=True, converter=amount, default=None)
     tune_steps: Amount = eqx.field(static=True, converter=amount, default=1)
     tune_epochs: Amount | None = eqx.field(static=True, converter=amount, default=None)
-    tune_lr: Any = eqx.field(converter=_rate_or_none, default=None)
+    tune_lr: Any = eqx.field(converter=rate_if_given, default=None)
     tune_every: int = eqx.field(static=True, converter=whole, default=1)
     cohort: int | None = eqx.field(static=True, converter=whole, default=None)
     links: Links = Complete()

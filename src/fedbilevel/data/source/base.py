@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from fedbilevel.data.dataset import Dataset
 from fedbilevel.data.error import DataError
+from fedbilevel.name import nearest
 
 
 class DataMissingError(DataError):
@@ -42,9 +42,7 @@ class Form:
     def _known(self, name: str) -> str:
         if not self.settings:
             return "they are read in one way only: leave it out"
-        near = difflib.get_close_matches(name, self.settings, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        return f"{hint}there are {', '.join(self.settings)}"
+        return f"there are {', '.join(self.settings)}{nearest(name, self.settings)}"
 
 
 @dataclasses.dataclass(frozen=True)
