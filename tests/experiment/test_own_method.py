@@ -37,6 +37,12 @@ def kept_by_too_few(fed: Any, state: Any) -> Any:
     return state, {}
 
 
+def asked(fed: Any, state: Any, key: Any, case: str = "is right", **how: Any) -> Any:
+    clients = fed.everyone
+    own = clients.run(Asks(case), clients.send(state.x, "x"), clients.send(state.y, "y"), key=key)
+    return state, {"answer": clients.mean(own, "answer", **how)}
+
+
 STEPS: dict[str, tuple[Any, type[Exception], str]] = {
     "is right": (lambda fed, state: (state, {"seen": jnp.sum(state.x)}), Exception, ""),
     "forgets the report": (
@@ -73,6 +79,21 @@ STEPS: dict[str, tuple[Any, type[Exception], str]] = {
         lambda fed, state: (state, {"rounds": jnp.zeros(())}),
         ValueError,
         "Own reports 'rounds', which every history has already",
+    ),
+    "draws with numbers": (
+        lambda fed, state: asked(fed, state, jnp.zeros(2)),
+        TypeError,
+        r"`run` needs one random key.*got float32\[2\]",
+    ),
+    "draws with several keys": (
+        lambda fed, state: asked(fed, state, jr.split(jr.key(0))),
+        TypeError,
+        r"`run` needs one random key.*got key<fry>\[2\]",
+    ),
+    "weighs too few": (
+        lambda fed, state: asked(fed, state, jr.key(0), weight=jnp.ones(2)),
+        ValueError,
+        r"`mean` needs one weight for each of the 3 clients; they have shape \(2,\)",
     ),
     "keeps a row too few": (
         kept_by_too_few,
@@ -137,9 +158,7 @@ class Asking(TwoVariables):
     case: str = eqx.field(static=True)
 
     def step(self, fed: Any, state: Any, key: Any) -> Any:
-        clients = fed.everyone
-        there = clients.send(state.x, "x"), clients.send(state.y, "y")
-        return state, {"answer": clients.mean(clients.run(Asks(self.case), *there, key=key), "answer")}
+        return asked(fed, state, key, case=self.case)
 
 
 def changes(me: Any, x: Any, y: Any) -> Any:

@@ -54,6 +54,12 @@ def test_diverged_runs_do_not_count_and_are_not_hidden() -> None:
         compare([bad])
 
 
+def test_runs_of_other_lengths_are_noted() -> None:
+    runs = [run("A", seed, [0.1, 0.5, 0.9][: 3 - seed], (1, 1, 1)) for seed in (0, 1)]
+    (note,) = compare(runs).notes
+    assert "those of seed 1 made other numbers of steps than the longest" in note
+
+
 def test_unfinished_empty_and_repeated_runs_are_noted() -> None:
     runs = [
         run("A", 0, [0.1, 0.2], (1, 1, 1), status="running"),

@@ -231,6 +231,10 @@ def _wobble(values: Numbers) -> float:
     return float(np.std(values[-max(2, len(values) // 4) :]))
 
 
+def _steps(run: RecordedRun) -> float:
+    return run.rows[-1]["step"]
+
+
 def _notes(variant: str, runs: Sequence[RecordedRun], metric: str) -> list[str]:
     kept = counted(runs, metric)
     repeated = [seed for seed, times in Counter(run.seed for run in kept).items() if times > 1]
@@ -241,6 +245,9 @@ def _notes(variant: str, runs: Sequence[RecordedRun], metric: str) -> list[str]:
         ],
         "did not run to their end and count as far as they came": [
             run.seed for run in kept if run.status != "done"
+        ],
+        "made other numbers of steps than the longest, and stand with these at the end": [
+            run.seed for run in kept if run.status == "done" and _steps(run) != max(map(_steps, kept))
         ],
         "occur more than once, so ± says too little": repeated,
     }

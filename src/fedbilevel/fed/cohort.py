@@ -85,6 +85,7 @@ class Cohort(Movements):
         check_program(program)
         for value in values:
             self._check_mine(value)
+        _check_key(key)
         return self._run(program, values, key, fails=True)
 
     def take(self, kept: Kept) -> At:
@@ -118,6 +119,11 @@ class Cohort(Movements):
             codec: how clients write it for the wire.
             key: what a codec that draws draws from; every client's own is folded in.
         """
+        if weight is not None and jnp.shape(weight) != (self.size,):
+            seen = jnp.shape(weight)
+            raise ValueError(
+                f"`mean` needs one weight for each of the {self.size} clients; they have shape {seen}"
+            )
         return self._averaged(*self._received(value, label, codec, key), weight)
 
     def mean_with_feedback(
@@ -266,6 +272,12 @@ class Cohort(Movements):
 def _as_real(rows: Any) -> jax.Array:
     """The mean of whole numbers is a real one."""
     return rows if jnp.issubdtype(rows.dtype, jnp.inexact) else rows.astype(float)
+
+
+def _check_key(key: Any) -> None:
+    if not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()):
+        seen = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else repr(key)
+        raise TypeError(f"`run` needs one random key, such as `jax.random.split` gives; got {seen}")
 
 
 def _key_of(codec: Codec, key: jax.Array | None) -> jax.Array:
