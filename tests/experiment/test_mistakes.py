@@ -104,6 +104,16 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         ProblemError,
         r"upper is 3; it must be a function of \(x, y, samples\)",
     ),
+    "a damping that makes it worse": (
+        lambda: fb.FedNest(0.1, 0.1, damping=-1.0),
+        ValueError,
+        "damping is -1.0; it must be a number of at least 0",
+    ),
+    "a series that is none": (
+        lambda: fb.FedNest(0.1, 0.1, series="smapled"),  # type: ignore[arg-type]
+        ValueError,
+        "series is 'smapled'; it must be one of .*did you mean 'sampled'",
+    ),
     "local work on the data of no level": (
         lambda: Work("uper"),
         ValueError,

@@ -19,7 +19,8 @@ from fedbilevel.fed.place import At
 from fedbilevel.local.descent import Both, Descent, HyperDescent
 from fedbilevel.local.gradients import Assemble, LowerGradient, OwnHypergradient
 from fedbilevel.local.work import Amount, Work, amount, check_amounts, check_count
-from fedbilevel.number import whole
+from fedbilevel.name import check_choice
+from fedbilevel.number import check_not_negative, whole
 from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree
 
@@ -101,9 +102,9 @@ class FedNest(TwoVariables):
         check_count("lower_rounds", self.lower_rounds)
         check_count("terms", self.terms)
         check_smoothness(self.smoothness)
+        check_not_negative(self, "damping")
         for name, options in _OPTIONS.items():
-            if getattr(self, name) not in options:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(options)}")
+            check_choice(name, getattr(self, name), options)
         if not self.alternate and (self.inner, self.outer) != ("sgd", "local"):
             raise ValueError(
                 'alternate=False needs inner="sgd" and outer="local": nothing is exchanged between'
