@@ -386,7 +386,7 @@ def test_whole_numbers_of_numpy_are_whole_numbers():
 
 
 def test_an_adjoint_is_no_name():
-    with pytest.raises(TypeError, match="adjoint is 'hgp'; give one such as"):
+    with pytest.raises(TypeError, match="adjoint is 'hgp', which has no check; give one such as"):
         fb.PDBO(links.Ring(), **SHORT | {"adjoint": "hgp"})
 
 

@@ -132,9 +132,12 @@ class PDBO(Algorithm[PersonalState]):
         self._check_adjoint()
 
     def _check_adjoint(self) -> None:
-        if self.adjoint is not None and not hasattr(self.adjoint, "hypergradient"):
+        lacks = [name for name in ("check", "hypergradient") if not hasattr(self.adjoint, name)]
+        if self.adjoint is not None and lacks:
             raise TypeError(
-                f"adjoint is {self.adjoint!r}; give one such as fedbilevel.adjoint.HGP(terms), or None"
+                f"adjoint is {self.adjoint!r}, which has no {lacks[0]}; give one such as "
+                "fedbilevel.adjoint.HGP(terms), or None. One of your own has check(network) and "
+                "hypergradient(fed, equilibrium, key)"
             )
         if (self.terms is None) == (self.adjoint is None):
             raise ValueError(
