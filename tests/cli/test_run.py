@@ -10,6 +10,7 @@ import pytest
 
 from experiment.tiny import SADDLE, changed, manifest, rows, same_run, write
 from fedbilevel import load
+from fedbilevel.experiment.config import plans
 from fedbilevel.experiment.directory import Directory
 
 TWO = SADDLE + "\n[variants.slow]\nalgorithm.upper_lr = 0.01\n[variants.fast]\n[presets.short]\nsteps = 2\n"
@@ -106,18 +107,25 @@ def test_a_problem_without_metrics_is_run_all_the_same(fedbilevel: Any, tmp_path
     assert manifest(tmp_path / "o" / "seed-0")["status"] == "done"
 
 
+OWN = (
+    "import jax\nfrom fedbilevel import Saddle\n\n\n"
+    "def make():\n    known = Saddle.random(jax.random.key(0), 3, 2)\n"
+    "    return known.problem(), known.clients()\n"
+)
+
+
+def own(folder: Any, module: str, code: str = OWN) -> str:
+    """Writes a module of the user's own, and gives an experiment whose problem it makes."""
+    (folder / f"{module}.py").write_text(code)
+    return f'steps = 2\nproblem = "{module}:make"\n' + SADDLE[SADDLE.index("[algorithm]") :]
+
+
 @pytest.mark.parametrize("place", ["reader", "file"])
 def test_modules_are_found_beside_the_reader_and_beside_the_file(
     fedbilevel: Any, tmp_path: Any, place: str
 ) -> None:
     (deep := tmp_path / "deep").mkdir()
-    module = f"beside_the_{place}"
-    (tmp_path if place == "reader" else deep).joinpath(f"{module}.py").write_text(
-        "import jax\nfrom fedbilevel import Saddle\n\n\n"
-        "def make():\n    known = Saddle.random(jax.random.key(0), 3, 2)\n"
-        "    return known.problem(), known.clients()\n"
-    )
-    text = f'steps = 2\nproblem = "{module}:make"\n' + SADDLE[SADDLE.index("[algorithm]") :]
+    text = own(tmp_path if place == "reader" else deep, f"beside_the_{place}")
     said = fedbilevel("run", write(deep, text).relative_to(tmp_path))
     assert said.code == 0, said.err
     assert (tmp_path / "runs" / "tiny" / "seed-0").is_dir()
@@ -138,26 +146,41 @@ def test_a_module_that_breaks_is_named_with_its_line(
     fedbilevel: Any, tmp_path: Any, code: str, words: str
 ) -> None:
     module = f"breaks_{len(code)}"
-    (tmp_path / f"{module}.py").write_text(code)
-    text = f'steps = 2\nproblem = "{module}:make"\n' + SADDLE[SADDLE.index("[algorithm]") :]
-    said = fedbilevel("run", write(tmp_path, text))
+    said = fedbilevel("run", write(tmp_path, own(tmp_path, module, code)))
     assert said.code == 2
     assert words in said.err
     assert f"{module}.py, line {code.count(chr(10))})" in said.err
 
 
+def test_syntax_errors_and_exits_of_a_module_are_said(fedbilevel: Any, tmp_path: Any) -> None:
+    for module, code, words in (
+        ("no_syntax", "def (:\n", "SyntaxError: invalid syntax (no_syntax.py, line 1)\n"),
+        ("leaves_at_once", "import sys\nsys.exit(3)\n", "SystemExit: 3 ("),
+    ):
+        said = fedbilevel("run", write(tmp_path, own(tmp_path, module, code)))
+        assert said.code == 2
+        assert words in said.err
+
+
+def test_all_runs_have_the_hash_of_the_code_that_they_ran(tmp_path: Any, monkeypatch: Any) -> None:
+    """A module is imported once, and what is in its file later is not what runs."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (plan,) = plans(write(tmp_path, own(tmp_path, "edited_meanwhile")))
+    before = plan.hash
+    (tmp_path / "edited_meanwhile.py").write_text("# nothing is left\n")
+    assert plan.hash == before
+
+
+def test_names_that_look_like_modules_are_not_read(tmp_path: Any) -> None:
+    first, second = (plans(write(tmp_path, SADDLE.replace("tiny", name)))[0] for name in ("json:a", "b"))
+    assert first.hash == second.hash
+
+
 def test_a_run_of_changed_code_is_another_run(fedbilevel: Any, tmp_path: Any) -> None:
-    code = (
-        "import jax\nfrom fedbilevel import Saddle\n\n\n"
-        "def make():\n    known = Saddle.random(jax.random.key(0), 3, 2)\n"
-        "    return known.problem(), known.clients()\n"
-    )
-    (tmp_path / "changing.py").write_text(code)
-    text = 'steps = 2\nproblem = "changing:make"\n' + SADDLE[SADDLE.index("[algorithm]") :]
-    file = write(tmp_path, text)
+    file = write(tmp_path, own(tmp_path, "changing"))
     assert fedbilevel("run", file, "-o", "o").code == 0
     assert "done before" in fedbilevel("run", file, "-o", "o").err
-    (tmp_path / "changing.py").write_text(code.replace("key(0)", "key(1)"))
+    (tmp_path / "changing.py").write_text(OWN.replace("key(0)", "key(1)"))
     said = fedbilevel("run", file, "-o", "o")
     assert said.code == 2
     assert "of other code (modules that its settings name have changed)" in said.err
@@ -196,6 +219,19 @@ def interrupted(monkeypatch: Any) -> Any:
     with context as patch:
         patch.setattr(Directory, "record", broken)
         yield patch
+
+
+def test_an_interrupted_run_of_own_modules_goes_on_with_the_same_command(
+    fedbilevel: Any, tmp_path: Any, interrupted: Any
+) -> None:
+    (deep := tmp_path / "deep").mkdir()
+    file = write(deep, own(deep, "goes_on").replace("steps = 2", "steps = 4"))
+    said = fedbilevel("run", file, "-o", "o")
+    assert said.code == 130
+    assert "The same command again goes on from the last checkpoints" in said.err
+    interrupted.undo()
+    assert fedbilevel("run", file, "-o", "o").code == 0
+    assert manifest(tmp_path / "o" / "seed-0")["status"] == "done"
 
 
 def test_an_interrupted_run_says_how_to_go_on(

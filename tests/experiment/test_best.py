@@ -42,7 +42,21 @@ def test_the_best_row(case: str) -> None:
 
 def test_accuracies_rise_and_errors_fall() -> None:
     assert all(
-        map(higher_is_better, ("test_accuracy", "accuracy_p10", "f1", "auc", "recall", "acc_worst", "R2"))
+        map(
+            higher_is_better,
+            (
+                "test_accuracy",
+                "accuracy_p10",
+                "f1",
+                "auc",
+                "recall",
+                "acc_worst",
+                "R2",
+                "rocauc",
+                "macrof1",
+                "Accuracy",
+            ),
+        )
     )
     assert not any(
         map(higher_is_better, ("error", "test_loss", "hypergradient_norm", "client_drift", "df1x"))

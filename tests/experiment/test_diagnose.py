@@ -201,7 +201,7 @@ def test_a_sum_over_samples_is_told_from_a_mean(reduce: Any) -> None:
     data = Clients(np.random.default_rng(0).normal(size=(2, 4, 3)).astype(np.float32))
     found = diagnose(Problem(f, g, 0.5, jnp.ones(3)), data, jnp.array(0.5), jnp.ones(3))
     assert found.no_means == (("upper", "lower") if reduce is jnp.sum else ())
-    assert ("lower objective is a sum over samples" in str(found)) == (reduce is jnp.sum)
+    assert ("lower objective is no mean over samples" in str(found)) == (reduce is jnp.sum)
 
 
 def test_the_measurement_is_billed(regular: Any) -> None:

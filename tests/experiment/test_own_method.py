@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -32,6 +32,13 @@ def solved(method: TwoVariables, engine: Any = "simulator", **options: Any) -> f
     return fb.solve(KNOWN.problem(), KNOWN.clients(), method, 2, every=1, engine=engine, **options)
 
 
+class Other(NamedTuple):
+    """What looks like the state, and is none."""
+
+    x: Any
+    y: Any
+
+
 def kept_by_too_few(fed: Any, state: Any) -> Any:
     fed.keep(jnp.zeros((2, 4)))
     return state, {}
@@ -49,6 +56,16 @@ STEPS: dict[str, tuple[Any, type[Exception], str]] = {
         lambda fed, state: state,
         StepError,
         r"Own.step must return \(state, info\), where info is a dict.*it returned Variables",
+    ),
+    "reports nothing": (
+        lambda fed, state: (state, None),
+        StepError,
+        r"must return \(state, info\).*it returned \(Variables, NoneType\)",
+    ),
+    "returns another kind of state": (
+        lambda fed, state: (Other(*state), {}),
+        StepError,
+        r"a state like the one it got, .*Variables.*; it returned .*Other",
     ),
     "returns x alone": (
         lambda fed, state: (state.x, {}),

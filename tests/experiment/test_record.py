@@ -63,6 +63,7 @@ def test_a_printed_result_is_a_summary() -> None:
     assert lines[2:-1] == str(result().ledger).splitlines()
     assert lines[-1].startswith("a term of the Neumann series grew (by 1.5 at worst)")
     assert repr(result(history=History(({"step": 0},)))).splitlines()[1] == lines[2], "nothing was measured"
+    assert repr(result(history=History())).splitlines()[1] == lines[2], "nor was it begun"
     assert repr(result().history) == "History of 2 rows with the columns step, error"
 
 

@@ -64,6 +64,8 @@ def show_name(
             f"there is no {name!r}{nearest(name, known) or '.'} `fedbilevel list` shows all names."
         )
     thing = known[name] if name in known else find(name, {}, "name")
+    if not (callable(thing) or isinstance(thing, Source)):
+        raise ConfigError(f"{name} is no class or function, but {thing!r}")
     if isinstance(thing, Source):
         show(_of_source(thing))
         return

@@ -249,10 +249,11 @@ def _go_on(
 
 
 def _how_to_go_on(tasks: Sequence[Task], out: pathlib.Path) -> str:
-    """`resume` knows the runs that have begun; the others are known to the experiment file alone."""
+    """`resume` knows the runs that have begun; others, and modules beside it, the file alone."""
     waiting = sum(not folder.exists() for _, folder in tasks)
     if not waiting:
-        return f"`fedbilevel resume {out}`"
+        own = any(plan.code for plan, _ in tasks)
+        return "The same command again" if own else f"`fedbilevel resume {out}`"
     return f"{waiting} of {len(tasks)} runs have not begun: the same command again begins them, and"
 
 

@@ -49,20 +49,28 @@ class StepError(TypeError):
 
 def check_step(stepper: Stepper, before: PyTree, returned: Any) -> None:
     """Raise an error that explains unless a step returned `(state, info)`, the state like the one before."""
-    name = f"{type(stepper).__name__}.step"
+    name, like = f"{type(stepper).__name__}.step", "must return a state like the one it got"
     if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], Mapping):
         raise StepError(
             f"{name} must return (state, info), where info is a dict of numbers for the history, or {{}}; "
-            f"it returned {_seen(returned)}"
+            f"it returned {_parts(returned)}"
         )
     old, new = (dict(jax.tree_util.tree_leaves_with_path(state)) for state in (before, returned[0]))
     for path in [*old, *(path for path in new if path not in old)]:
         kinds = [_seen(leaves[path]) if path in leaves else "not there" for leaves in (old, new)]
         if kinds[0] != kinds[1]:
             raise StepError(
-                f"{name} must return a state like the one it got: state{jax.tree_util.keystr(path)} was "
-                f"{kinds[0]} and is {kinds[1]}"
+                f"{name} {like}: state{jax.tree_util.keystr(path)} was {kinds[0]} and is {kinds[1]}"
             )
+    structures: list[Any] = [jax.tree.structure(state) for state in (before, returned[0])]
+    if structures[0] != structures[1]:
+        raise StepError(f"{name} {like}, {structures[0]}; it returned {structures[1]}")
+
+
+def _parts(returned: Any) -> str:
+    """What a step returned, for an error; of a plain tuple each part."""
+    plain = type(returned) is tuple
+    return f"({', '.join(map(_seen, returned))})" if plain else _seen(returned)
 
 
 def _seen(value: Any) -> str:

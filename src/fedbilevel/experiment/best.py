@@ -19,13 +19,14 @@ Row: TypeAlias = dict[str, float]
 
 def higher_is_better(name: str) -> bool:
     """Whether a metric of this name should grow: accuracies, scores and the like do, all else falls."""
-    return any(part in name for part in ("accuracy", "score", "precision", "recall", "reward")) or bool(
-        _GROW & set(re.split(r"[^a-z0-9]+", name.lower()))
-    )
+    return _GROW.search(name.lower()) is not None
 
 
-_GROW = {"acc", "auc", "auroc", "bleu", "dice", "f1", "iou", "ndcg", "r2"}
-"""Names, or parts of names between underscores, of what should grow."""
+_GROW = re.compile(
+    r"accuracy|score|precision|recall|reward|auc|auroc"  # anywhere in a name
+    r"|(?<![a-z0-9])f1|f1(?![a-z0-9])"  # at one end of a part of it
+    r"|(?<![a-z0-9])(acc|bleu|dice|iou|ndcg|r2)(?![a-z0-9])"  # a part of it
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,10 +65,12 @@ class Plan:
     Attributes:
         source: the file it came from.
         config: the tables, complete: `config.toml` of the run's folder.
+        code: what the user's own modules contained when the plan was made, which is when they are imported.
     """
 
     source: str
     config: Table
+    code: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def variant(self) -> str:
@@ -96,8 +98,8 @@ class Plan:
         """Two runs with the same hash give the same numbers, as far as both go."""
         ignored = set(_NOT_HASHED) - ({"every"} if "patience" in self.config.get("best", {}) else set())
         relevant = {key: value for key, value in self.config.items() if key not in ignored}
-        if code := fingerprints(self.config):
-            relevant["modules"] = code
+        if self.code:
+            relevant["modules"] = dict(self.code)
         return hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     def toml(self) -> str:
@@ -193,7 +195,8 @@ def _plans(
 
 def _plan(source: str, settings: Table) -> Plan:
     try:
-        return Plan(source, complete(settings))
+        config = complete(settings)
+        return Plan(source, config, fingerprints({key: config.get(key) for key in ("data", *TABLES)}))
     except ConfigError as error:
         variant = settings["variant"]
         raise ConfigError(f"{source} ({variant}): {error}" if variant else str(error)) from None

@@ -99,8 +99,9 @@ class Diagnosis:
                 f"bias {self.estimator_bias:.2g}"
             )
         lines += [
-            f"the {level} objective is a sum over samples and no mean: its gradients grow with the batch, "
-            "and on padded batches it is a mean after all. Divide by the number of samples"
+            f"the {level} objective is no mean over samples: where all come twice it is another. If it is a "
+            "sum, divide by their number (on padded batches it is a mean anyhow); else see `on_weighted` "
+            "in the documentation of `Problem`"
             for level in self.no_means
         ]
         return "\n".join(lines)

@@ -15,7 +15,7 @@ _NAMED = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_][\w.]*")
 def fingerprints(config: Any) -> dict[str, str]:
     """What the files of the named modules contain now, hashed: with other code a run is another run.
 
-    Nothing is imported; what these modules import themselves is not looked at.
+    What these modules import themselves is not looked at.
     """
     files = {module: _file(module) for module in sorted(set(_modules(config)))}
     return {
@@ -28,7 +28,7 @@ def fingerprints(config: Any) -> dict[str, str]:
 def _file(module: str) -> pathlib.Path | None:
     try:
         spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
+    except Exception:  # of a package around it; who needs the module says it better
         return None
     return None if spec is None or spec.origin is None else pathlib.Path(spec.origin)
 

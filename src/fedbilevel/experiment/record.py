@@ -113,7 +113,8 @@ class Result:
     def _last_measured(self) -> Row:
         """The last row of the history, without the step and the cost."""
         known = {"step", *self.ledger.columns()}
-        return {name: value for name, value in self.history[-1].items() if name not in known}
+        last = self.history[-1] if self.history else {}
+        return {name: value for name, value in last.items() if name not in known}
 
     @property
     def notes(self) -> tuple[str, ...]:

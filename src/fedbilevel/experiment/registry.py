@@ -262,12 +262,24 @@ def _own(kind: str) -> Factory:
         return imported(kind)
     except PortableError as error:
         raise ConfigError(f"{kind!r} cannot be imported: {error}") from None
-    except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        why = f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
-        if isinstance(error, ModuleNotFoundError) and error.name == kind.partition(":")[0]:
-            why = f"{error}. It is looked for in the current folder, beside the file, and on PYTHONPATH"
+    except (Exception, SystemExit) as error:
+        searched = error.name if isinstance(error, ModuleNotFoundError) else ":"
+        missing = kind.startswith((f"{searched}:", f"{searched}."))
+        why = f"{error}. {_SEARCHED}" if missing else f"{type(error).__name__}: {error}{_place(error)}"
         raise ConfigError(f"{kind!r} cannot be imported: {why}") from None
+
+
+_SEARCHED = (
+    "It is looked for in the current folder, beside the experiment file that a command names, and on "
+    "PYTHONPATH; `resume` knows of no file, and needs one of the others"
+)
+
+
+def _place(error: BaseException) -> str:
+    """Where in a user's module something went wrong; a syntax error says it itself."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
+    known = not isinstance(error, SyntaxError) and bool(frames)
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if known else ""
 
 
 def types_of(factory: Factory) -> dict[str, Any]:

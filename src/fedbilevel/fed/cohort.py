@@ -119,7 +119,8 @@ class Cohort(Movements):
             codec: how clients write it for the wire.
             key: what a codec that draws draws from; every client's own is folded in.
         """
-        if weight is not None and jnp.shape(weight) != (self.size,):
+        weight = None if weight is None else jnp.asarray(weight)
+        if weight is not None and weight.shape != (self.size,):
             seen = jnp.shape(weight)
             raise ValueError(
                 f"`mean` needs one weight for each of the {self.size} clients; they have shape {seen}"
@@ -277,7 +278,7 @@ def _as_real(rows: Any) -> jax.Array:
 def _check_key(key: Any) -> None:
     if not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()):
         seen = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else repr(key)
-        raise TypeError(f"`run` needs one random key, such as `jax.random.split` gives; got {seen}")
+        raise TypeError(f"`run` needs one random key, of `jax.random.key` or split from one; got {seen}")
 
 
 def _key_of(codec: Codec, key: jax.Array | None) -> jax.Array:

@@ -23,6 +23,10 @@ Metrics: TypeAlias = Mapping[str, Callable[[PyTree, PyTree], Any]]
 ClientMetrics: TypeAlias = Mapping[str, Objective]
 
 
+_FEW = 8
+"""How many samples tell a mean from a sum."""
+
+
 class ProblemError(ValueError):
     """The problem's functions do not fit its variables or data."""
 
@@ -128,7 +132,7 @@ class Problem(eqx.Module):
                 check_labels(labels if samples.rows is None else labels[samples.rows], self.classes, level)
 
     def no_means(self, clients: Clients) -> tuple[str, ...]:
-        """Which of f ("upper") and g ("lower") are sums over samples: with a batch twice they change."""
+        """Which of f ("upper") and g ("lower") change where all samples come twice: mostly sums."""
         levels = {"upper": (self.upper, clients.upper), "lower": (self.lower, clients.lower)}
         return tuple(
             level
@@ -137,7 +141,8 @@ class Problem(eqx.Module):
         )
 
     def _depends_on_count(self, function: Objective, samples: Samples) -> bool:
-        once = samples.batch(0, jax.random.key(0)).samples
+        # A few samples: a problem with blocks may have no room for more.
+        once = jax.tree.map(lambda leaf: leaf[:_FEW], samples.batch(0, jax.random.key(0)).samples)
         twice = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf]), once)
         value, again = (function(self.x0, self.y0, rows) for rows in (once, twice))
         return not bool(jnp.allclose(value, again, rtol=1e-3, equal_nan=True))
