@@ -18,6 +18,7 @@ import fedbilevel as fb
 from conform.compare import close, run, simulated
 from engine import mesh_child
 from fedbilevel.cli.launch import _started
+from fedbilevel.engine.mesh import join
 from fedbilevel.engine.mesh.join import MeshError, leads, place_of, told, watching
 from fedbilevel.engine.mesh.layout import Layout, device_mesh
 from fedbilevel.engine.mesh.shard import first_rows
@@ -262,6 +263,27 @@ def test_alone_a_process_leads_and_hears_itself() -> None:
     assert told(lambda: b"text") == b"text"
     with pytest.raises(ValueError, match="Gloo"), watching():
         raise ValueError("Gloo: this is no lost process, for there is none")
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 24, 100])
+def test_long_texts_are_told_in_pieces(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    """As the leading process and as another one, to which the leader's arrays come."""
+    sent: list[Any] = []
+    monkeypatch.setattr(join, "PIECE", 8)
+    monkeypatch.setattr(join, "several", lambda: True)
+    monkeypatch.setattr(join, "_from_leader", lambda array: sent.append(array.copy()) or array)
+    text = bytes(range(length))
+    assert told(lambda: text) == text
+    assert max(array.size for array in sent) <= 16
+    monkeypatch.setattr(join, "leads", lambda: False)
+    monkeypatch.setattr(join, "_from_leader", lambda array: sent.pop(0))
+    assert told(lambda: b"not asked") == text
+    assert sent == []
+
+
+def test_the_length_of_a_text_has_more_than_32_bits() -> None:
+    """Numbers that go from process to process have 32: these are two of them."""
+    assert np.asarray(divmod(2**40, join.PIECE), np.int32).tolist() == [2**14, 0]
 
 
 def test_mistakes() -> None:

@@ -98,6 +98,9 @@ def _silent() -> Iterator[None]:
 
 # ------------------------------------------------------------------ agreement
 
+PIECE = 1 << 26
+"""Bytes that are sent at once, at most."""
+
 
 def several() -> bool:
     """Whether this process has joined others."""
@@ -119,15 +122,24 @@ def told(make: Callable[[], bytes]) -> bytes:
     except Exception as error:
         failure, content = error, str(error).encode()
     with watching():
-        size, failed = map(int, _from_leader(np.asarray([len(content), failure is not None], np.int32)))
-        padded = np.zeros(1 << size.bit_length(), np.uint8)  # few lengths, few programs to compile
-        padded[: len(content)] = np.frombuffer(content, np.uint8)
-        text = _from_leader(padded)[:size].tobytes()
+        # A result may have more bytes than 32 bits count, and more than should be sent at once.
+        about = np.asarray([*divmod(len(content), PIECE), failure is not None], np.int32)
+        pieces, rest, failed = map(int, _from_leader(about))
+        sizes = [*[PIECE] * pieces, rest]
+        starts = (i * PIECE for i in range(len(sizes)))
+        text = b"".join(_piece(content[i : i + n], n) for i, n in zip(starts, sizes, strict=True))
     if failure is not None:
         raise failure
     if failed:
         raise MeshError(f"the leading process stopped: {text.decode()}")
     return text
+
+
+def _piece(content: bytes, size: int) -> bytes:
+    """So many bytes of the leading process in all of them."""
+    padded = np.zeros(1 << size.bit_length(), np.uint8)  # few lengths, few programs to compile
+    padded[: len(content)] = np.frombuffer(content, np.uint8)
+    return _from_leader(padded)[:size].tobytes()
 
 
 def together(check: Callable[[], None]) -> None:
