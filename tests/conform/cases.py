@@ -136,6 +136,14 @@ CASES = {
         bilevel_batches,
         lambda: fb.FedBiOAccLocal(**THREE, sync_every=(1, 3, 2), cohort=2),
     ),
+    "SimFBO": Case(
+        bilevel_batches,
+        lambda: fb.SimFBO(**THREE, local_lr=0.5, sync_every=(1, 3, 2), discount=0.8, radius=0.5, cohort=2),
+    ),
+    "ShroFBO": Case(bilevel, lambda: fb.ShroFBO(**THREE, sync_every=(1, 3, 2))),
+    "FedMSA": Case(bilevel_batches, lambda: fb.FedMSA(**THREE, sync_every=(1, 3, 2), renew=0.4, cohort=2)),
+    "FedGDAGT": Case(minimax, lambda: fb.FedGDAGT(0.02, 0.2, sync_every=3)),
+    "F2SA": Case(bilevel_batches, lambda: fb.F2SA(0.01, 0.1, 5.0, sync_every=2)),
     "MRBO": Case(bilevel, lambda: fb.MRBO(**THREE, terms=2)),
     "CommFedBiO": Case(
         bilevel_batches,

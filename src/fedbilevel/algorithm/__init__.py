@@ -21,23 +21,29 @@ from fedbilevel.algorithm.baseline.heterogeneous import (
 )
 from fedbilevel.algorithm.baseline.local import Local
 from fedbilevel.algorithm.baseline.pfedme import PFedMe
-from fedbilevel.algorithm.baseline.pooled import MRBO, StocBiO
+from fedbilevel.algorithm.baseline.pooled import MRBO, SOBA, StocBiO
 from fedbilevel.algorithm.baseline.qffl import QFFL
+from fedbilevel.algorithm.f2sa import F2SA
 from fedbilevel.algorithm.fedbio import FedBiO, FedBiOLocal
 from fedbilevel.algorithm.fedbioacc import FedBiOAcc, FedBiOAccLocal
+from fedbilevel.algorithm.fedgda import FedGDAGT
+from fedbilevel.algorithm.fedmsa import FedMSA
 from fedbilevel.algorithm.fednest import FedNest, FedNestSGD, LFedNest, LFedNestNonAlt, LFedNestSVRG
 from fedbilevel.algorithm.fedsep import FedSep
 from fedbilevel.algorithm.iterated import ITD
 from fedbilevel.algorithm.pdbo import PDBO
 from fedbilevel.algorithm.sgp import SGP
+from fedbilevel.algorithm.simfbo import ShroFBO, SimFBO
 
 __all__ = [
     "DSFL",
+    "F2SA",
     "ITD",
     "MRBO",
     "PDBO",
     "QFFL",
     "SGP",
+    "SOBA",
     "Algorithm",
     "CannotRunError",
     "ClusteredFL",
@@ -55,6 +61,8 @@ __all__ = [
     "FedDST",
     "FedEM",
     "FedET",
+    "FedGDAGT",
+    "FedMSA",
     "FedNest",
     "FedNestSGD",
     "FedProx",
@@ -71,6 +79,8 @@ __all__ = [
     "LFedNestSVRG",
     "Local",
     "PFedMe",
+    "ShroFBO",
+    "SimFBO",
     "StocBiO",
     "TwoVariables",
     "Variables",

@@ -129,6 +129,15 @@ def check_tunes_x(problem: Any) -> None:
         )
 
 
+def check_minimax(problem: Any, method: str) -> None:
+    """Raise an error that explains unless a method that finds saddle points is given a minimax problem."""
+    if problem.structure != "minimax":
+        raise ValueError(
+            f"{method} finds saddle points of minimax problems; this one is {problem.structure}. "
+            "Build the problem with `fedbilevel.minimax(f, ...)`, or use another method."
+        )
+
+
 def check_lengths(settings: Any, n: int) -> None:
     """Raise an error that explains if a setting with one number for each client has not n of them."""
     for field in dataclasses.fields(settings):

@@ -14,7 +14,8 @@ from fedbilevel.algorithm.base import Algorithm, Info, check_lengths, decides
 from fedbilevel.fed.cohort import Cohort
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.place import At, Kept
-from fedbilevel.local.field import Field, FieldSteps, GlobalField, LocalField, Ownership, Values
+from fedbilevel.local.field import Field, GlobalField, LocalField, Ownership, Values
+from fedbilevel.local.field_steps import FieldSteps
 from fedbilevel.local.work import Amount, amount, check_amounts, check_count
 from fedbilevel.number import whole
 from fedbilevel.schedule import Rate, rate

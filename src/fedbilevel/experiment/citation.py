@@ -20,11 +20,17 @@ CITED: Mapping[str, tuple[str, ...]] = {
     "FedBiOLocal": ("li2023communication",),
     "FedBiOAcc": ("li2023communication",),
     "FedBiOAccLocal": ("li2023communication",),
+    "SimFBO": ("yang2023simfbo",),
+    "ShroFBO": ("yang2023simfbo",),
+    "FedMSA": ("tarzanagh2023federated",),
+    "F2SA": ("kwon2023fully",),
+    "SOBA": ("dagreou2022framework",),
     "StocBiO": ("ji2021bilevel",),
     "MRBO": ("yang2021provably",),
     "CommFedBiO": ("li2022communication",),
     "FedAvg": ("mcmahan2017communication",),
-    "FedAvgS": ("hou2021efficient",),
+    "FedAvgS": ("hou2021efficient", "deng2021local"),
+    "FedGDAGT": ("sun2022communication",),
     "QFFL": ("li2020fair",),
     "FedProx": ("li2020federated",),
     "FedAvgPlus": ("jiang2019improving",),
@@ -105,13 +111,12 @@ def bibtex(names: Iterable[str]) -> str:
     Args:
         names: of algorithms, problems, data sets and partitions, as in a configuration.
 
-    >>> print(bibtex(["FedAvgS"]).split("@")[-1].strip())
-    misc{hou2021efficient,
-      title        = {Efficient Algorithms for Federated Saddle Point Optimization},
-      author       = {Hou, Charlie and Thekumparampil, Kiran K. and Fanti, Giulia and Oh, Sewoong},
-      year         = {2021},
-      eprint       = {2102.06333},
-      archiveprefix = {arXiv}
+    >>> print(bibtex(["F2SA"]).split("@")[-1].strip())
+    inproceedings{kwon2023fully,
+      title        = {A Fully First-Order Method for Stochastic Bilevel Optimization},
+      author       = {Kwon, Jeongyeol and Kwon, Dohyun and Wright, Stephen and Nowak, Robert D.},
+      booktitle    = {International Conference on Machine Learning},
+      year         = {2023}
     }
     """
     needed = {*_ALWAYS, *(key for name in names for key in _keys(name))}

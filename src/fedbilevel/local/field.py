@@ -1,7 +1,8 @@
 """Directions in which a client moves all of its variables at once.
 
 A field maps the variables `z` of a client to one direction for each. Where the lower level is global,
-z = (x, y, u) and u tracks the adjoint; where it is local, z = (x, y).
+z = (x, y, u) and u tracks the adjoint; where it is local, and for saddle points, z = (x, y). Methods with
+penalties have two lower variables, z = (x, y, v).
 """
 
 from __future__ import annotations
@@ -16,11 +17,8 @@ import jax.random as jr
 
 from fedbilevel.adjoint.base import Adjoint
 from fedbilevel.adjoint.hypergradient import own_hypergradient
-from fedbilevel.fed.loop import repeat
-from fedbilevel.fed.program import Program
-from fedbilevel.local.work import Amount, of_client
 from fedbilevel.problem.oracle import Client
-from fedbilevel.tree import PyTree, step, sub
+from fedbilevel.tree import PyTree, add, scale, step, sub
 
 Values: TypeAlias = tuple[PyTree, ...]
 """The variables of a client, x first; or a direction for each."""
@@ -65,6 +63,42 @@ class LocalField(Field):
         return h, me.g_y(x, y, me.batch("lower", k_lower))
 
 
+class PenaltyField(Field):
+    """Directions of `f(x, y) + λ (g(x, y) − g(x, v))`, by gradients alone, at `(x, y, v)`.
+
+        x:  ∇_x f(x, y) + λ (∇_x g(x, y) − ∇_x g(x, v))
+        y:  ∇_y f(x, y)/λ + ∇_y g(x, y)
+        v:  ∇_y g(x, v)
+
+    All terms of g see one batch, so that its noise cancels in their difference.
+
+    Cost: one call each of f_x and f_y, two each of g_x and g_y. Reference: F²SA.
+    """
+
+    penalty: Any
+
+    def __call__(self, me: Client, z: Values, key: jax.Array) -> Values:
+        x, y, v = z
+        k_upper, k_lower = jr.split(key)
+        zeta = me.batch("lower", k_lower)
+        f_x, f_y = me.f_x_and_y(x, y, me.batch("upper", k_upper))
+        (g_x, g_y), (g_x_least, g_y_least) = me.g_x_and_y(x, y, zeta), me.g_x_and_y(x, v, zeta)
+        upper = add(f_x, scale(self.penalty, sub(g_x, g_x_least)))
+        return upper, add(scale(1 / self.penalty, f_y), g_y), g_y_least
+
+
+class SaddleField(Field):
+    """`(∇_x f, −∇_y f)` at `(x, y)`, on one batch: down in x and up in y.
+
+    Cost: one call each of f_x and f_y.
+    """
+
+    def __call__(self, me: Client, z: Values, key: jax.Array) -> Values:
+        x, y = z
+        f_x, f_y = me.f_x_and_y(x, y, me.batch("upper", key))
+        return f_x, scale(-1, f_y)
+
+
 def moved(me: Client, z: Values, rates: Values, directions: Values) -> Values:
     """`z − rates ⊙ directions`, with x projected onto its set."""
     x, *rest = (step(*each) for each in zip(z, rates, directions, strict=True))
@@ -89,25 +123,3 @@ class Ownership(eqx.Module):
         """All variables again, in their order."""
         parts = {True: iter(shared), False: iter(own)}
         return tuple(next(parts[is_shared]) for is_shared in self.shared)
-
-
-class FieldSteps(Program):
-    """I local steps `z ← z − rates ⊙ field(z)`: returns the variables to average, and the client's own.
-
-    Args:
-        field: the directions.
-        rates: a step size for each variable.
-        steps: I.
-        whose: which variables are averaged.
-    """
-
-    field: Field
-    rates: tuple[Any, ...]
-    steps: Amount = eqx.field(static=True)
-    whose: Ownership
-
-    def __call__(self, me: Client, *values: Any) -> PyTree:
-        def body(index: Any, z: Values) -> Values:
-            return moved(me, z, self.rates, self.field(me, z, jr.fold_in(me.key, index)))
-
-        return self.whose.parted(repeat(of_client(self.steps, me.id), body, tuple(values)))

@@ -13,6 +13,7 @@ from fedbilevel.algorithm.base import (
     TwoVariables,
     Variables,
     check_learns_y,
+    check_minimax,
     check_tunes_x,
     with_server,
 )
@@ -94,9 +95,9 @@ class SaddleSteps(Program):
 
 
 class FedAvgS(TwoVariables):
-    """FedAvg-S: simultaneous local descent in x and ascent in y, then the average of both.
+    """FedAvg-S, or local SGDA: simultaneous local descent in x and ascent in y, then the average of both.
 
-    Biased when the clients differ and make more than one local step. One exchange a step,
+    Biased when the clients differ and make more than one local step (`FedGDAGT` is not). One exchange a step,
     `d_x + d_y` scalars each way, τ calls of f_x and f_y.
 
     Args:
@@ -107,8 +108,9 @@ class FedAvgS(TwoVariables):
         cohort: clients in a round; None: all.
         scale_by_steps: client i steps with `lr/τ_i`.
 
-    Reference: C. Hou, K. K. Thekumparampil, G. Fanti, S. Oh, Efficient algorithms for federated
-    saddle point optimization, 2021.
+    References: C. Hou, K. K. Thekumparampil, G. Fanti, S. Oh, Efficient algorithms for federated
+    saddle point optimization, 2021; Y. Deng, M. Mahdavi, Local stochastic gradient descent ascent:
+    Convergence analysis and communication efficiency, AISTATS 2021.
     """
 
     upper_lr: Rate = eqx.field(converter=rate)
@@ -122,11 +124,7 @@ class FedAvgS(TwoVariables):
         check_amounts(self, "steps", "epochs")
 
     def init(self, fed: Federation, key: jax.Array) -> Variables:
-        if fed.problem.structure != "minimax":
-            raise ValueError(
-                f"FedAvgS finds saddle points of minimax problems; this one is {fed.problem.structure}. "
-                "Build the problem with `fedbilevel.minimax(f, ...)`, or use another method."
-            )
+        check_minimax(fed.problem, "FedAvgS")
         return super().init(fed, key)
 
     def step(self, fed: Federation, state: Variables, key: jax.Array) -> tuple[Variables, Info]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fedbilevel.algorithm.base import decides
+from fedbilevel.algorithm.fedbio import FedBiO
 from fedbilevel.algorithm.fedbioacc import FedBiOAcc
 from fedbilevel.algorithm.fednest import FedNest
 from fedbilevel.schedule import Rate
@@ -24,6 +25,23 @@ def StocBiO(upper_lr: Rate, lower_lr: Rate, **options: Any) -> FedNest:
     ICML 2021.
     """
     return FedNest(upper_lr, lower_lr, inner="sgd", outer="local", series="sum", **options)
+
+
+@decides("lower", "upper", "terms", "sync_every")
+def SOBA(upper_lr: Rate, lower_lr: Rate, adjoint_lr: Rate, **options: Any) -> FedBiO:
+    """SOBA: one step on x, y and the adjoint u at once, all directions at the old point.
+
+        y ← y − γ ∇_y g(x, y);   x ← x − η (∇_x f − J u);   u ← u − τ (H u − ∇_y f)
+
+    FedBiO that averages after every step is this method where there is one client, which has all data
+    (partition `Iid(1)`); with several it is SOBA on their mean, with their batches together.
+
+    Cost a step: one call each of f_x, f_y, g_y, g_xy and g_yy.
+
+    Reference: M. Dagréou, P. Ablin, S. Vaiter, T. Moreau, A framework for bilevel optimization that enables
+    stochastic and global variance reduction algorithms, NeurIPS 2022.
+    """
+    return FedBiO(upper_lr, lower_lr, adjoint_lr, sync_every=1, **options)
 
 
 @decides("lower", "upper", "c_adjoint", "sync_every")
