@@ -3,14 +3,18 @@
     python papers/pdbo/curvature.py runs/pdbo/twenty-nodes/pdbo-da-stod/seed-0
 
 Of a run's folder it takes the first checkpoint that is there, and prints the extreme eigenvalues of
-`∇²_yy g_i` on a minibatch of each node, at the node's own (x_i, y_i). With the step size α a term of the
-series grows along eigenvalues above `2/α` and along negative ones.
+`∇²_yy g_i` on a minibatch of each node, at the node's own (x_i, y_i). Where nodes step after they receive,
+terms of the series grow along eigenvalues above about `1/α`, and along negative ones that nodes share. How
+much longer the last of 20 terms is than the first is printed for some α, which tells the two apart: with a
+smaller α the growth by large eigenvalues ends, that by negative ones only becomes slower.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import sys
+import warnings
 
 import jax
 import jax.random as jr
@@ -18,13 +22,15 @@ import numpy as np
 
 import fedbilevel as fb
 from fedbilevel.adjoint.lanczos import Spectrum, Tridiagonal, spectrum
+from fedbilevel.experiment import AdjointWarning
 from fedbilevel.experiment.build import build
 from fedbilevel.experiment.config import plans
 from fedbilevel.local.gradients import OwnCurvature
 from fedbilevel.problem import Client
 from fedbilevel.tree import PyTree, row
 
-ITERATIONS = 20
+ITERATIONS, TERMS = 20, 20
+SHARES = (1.0, 0.4, 0.1)
 
 
 def spectra(folder: pathlib.Path) -> list[Spectrum]:
@@ -42,13 +48,31 @@ def spectra(folder: pathlib.Path) -> list[Spectrum]:
     return [spectrum(Tridiagonal(*at(*values))) for values in own]
 
 
+def growths(folder: pathlib.Path) -> dict[float, float]:
+    """How much the terms grow, by the step size in their recursion: PDBO steps with a single inner step."""
+    found = {}
+    for share in SHARES:
+        (plan,) = plans(
+            folder / "config.toml", changes={"algorithm.adjoint.terms": TERMS, "algorithm.lower_steps": 1}
+        )
+        built, point = build(plan), fb.load(min(folder.glob("checkpoint-*.npz")))
+        lr = share * float(built.algorithm.at(0).lower_lr[0])
+        method = dataclasses.replace(built.algorithm, adjoint_lr=lr)
+        with warnings.catch_warnings(action="ignore", category=AdjointWarning):
+            result = fb.solve(built.problem, built.clients, method, 1, start=point, engine=built.engine)
+        found[lr] = result.history[-1]["push_growth"]
+    return found
+
+
 def main(folder: str) -> None:
-    """Print a row for each node, and the extremes of all."""
+    """Print a row for each node, the extremes of all, and how the series grows."""
     found = spectra(pathlib.Path(folder))
     for node, ends in enumerate(found):
         print(f"node {node:3}  {ends.low:10.4g} to {ends.high:10.4g}", flush=True)
     low, high = min(ends.low for ends in found), max(ends.high for ends in found)
-    print(f"all       {low:10.4g} to {high:10.4g}; 2/λ = {2 / high:.3g}")
+    print(f"all       {low:10.4g} to {high:10.4g}; 1/λ = {1 / high:.3g}")
+    for lr, grown in growths(pathlib.Path(folder)).items():
+        print(f"α = {lr:8.4g}: the last of {TERMS} terms is {grown:.3g} times the first", flush=True)
 
 
 if __name__ == "__main__":

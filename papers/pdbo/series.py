@@ -2,10 +2,10 @@
 
     python papers/pdbo/series.py
 
-The recursion multiplies by `P − (α/w) H_i`, H_i of a minibatch at one node, and diverges where α is above two
-over the largest curvature that nodes meet. Prints the norm of the hypergradient after 20 and 100 terms for
-two α: that of the inner steps in small, 0.25, and a smaller one. PDBO-DA over complete links as in the preset
-`small` of table1.toml, at the end of its first T inner steps, with seed 10.
+The recursion multiplies by `P − (α/w) H_i`, H_i of a minibatch at one node; over complete links it converges
+where α is below one over the largest curvature that nodes meet. Prints the norm of the hypergradient after
+20 and 100 terms for two α: that of the inner steps in small, 0.25, and a smaller one. PDBO-DA over complete
+links as in the preset `small` of table1.toml, at the end of its first T inner steps, with seed 10.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from algorithm.nodes import (
     ALIKE,
     COUNTS,
     DX,
+    DY,
     LR,
     UNEVEN,
     WEIGHTS,
@@ -299,6 +300,18 @@ def test_the_derivative_as_if_a_node_had_no_neighbours():
     assert far(truth / N, of_mean) > 0.05
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_damping_is_added_to_every_hessian(when):
+    """It is the hypergradient of the same point with `A_i + δI`; on the random draw of VR-HGP too."""
+    q, (point, undamped) = drawn(), known("uneven", when)
+    stiff = eqx.tree_at(lambda q: q.A, q, q.A + 0.7 * np.eye(DY))
+    truth = exact(stiff, UNEVEN, point, LR, when)
+    for adjoint in (HGP(MANY, damping=0.7), VRHGP(MANY, damping=0.7)):
+        found = hypergradient(adjoint, links.Given(UNEVEN), point, when)
+        np.testing.assert_allclose(found, truth, rtol=1e-9, atol=1e-11)
+    assert far(truth, undamped) > 0.01
+
+
 def test_all_of_a_nodes_samples_give_the_start_without_noise():
     """Samples differ in ∇f, not in H and J. Negative control: a minibatch is not the mean."""
     point, truth = known("uneven", "after")
@@ -326,6 +339,7 @@ def test_all_of_a_nodes_samples_give_the_start_without_noise():
             r"alpha is 0\.5 and beta 0\.0, which plain hypergradient push does not have",
         ),
         (lambda: VRHGP(3, alpha=1.5), r"alpha is 1\.5; it must be a number between 0 and 1"),
+        (lambda: HGP(3, damping=-1.0), r"damping is -1\.0; it must be a number of at least 0"),
         (lambda: VRHGP(3, beta=-0.1), r"beta is -0\.1; it must be a number between 0 and 1"),
     ],
 )

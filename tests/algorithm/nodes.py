@@ -17,7 +17,7 @@ from fedbilevel.adjoint.push import receiving_weights
 from fedbilevel.fed.ledger import Ledger
 
 N, DX, DY = 5, 2, 3
-LR = 0.1  # below 2 over the largest curvature, also where w is small
+LR = 0.1  # below one over the largest curvature, also where w is small
 CIRCLE = (np.eye(N) + np.roll(np.eye(N), 1, axis=0) + np.roll(np.eye(N), -1, axis=0)) / 3
 UNEVEN = CIRCLE * np.random.default_rng(3).uniform(0.3, 1.0, (N, N))  # links both ways, of other weights
 UNEVEN /= UNEVEN.sum(axis=0)

@@ -47,6 +47,18 @@ def test_nodes_know_how_much_the_terms_grew():
         np.testing.assert_allclose(growth(running.state.upper.lengths.value), by_hand(lr), rtol=1e-9)
 
 
+def test_steps_after_receiving_bear_half_the_step_size():
+    """Over complete links: one over the largest curvature of a node, or two over that of the mean."""
+    A = drawn().A
+    own, common = np.linalg.eigvalsh(A).max(), np.linalg.eigvalsh(A.mean(0)).max()
+    grows = {0.9 / own: (False, False), 1.5 / own: (True, False), 2.2 / common: (True, True)}
+    for lr, expected in grows.items():
+        for when, grown in zip(("after", "before"), expected, strict=True):
+            settings = PLAIN | {"terms": 200, "adjoint_lr": lr, "when": when}
+            running = Running(fb.PDBO(links.Complete(), **settings)).advance()
+            assert (growth(running.state.upper.lengths.value) > 1) == grown
+
+
 def test_a_series_that_diverges_is_warned_about_and_one_that_converges_is_not():
     fine = solved(links.Complete(), **PLAIN)
     assert fine.notes == ()

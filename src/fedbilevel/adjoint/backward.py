@@ -63,7 +63,7 @@ class Backward(Program):
         u ← Âu
         w̃ ← b (Âw̃ + c) + (1 − b)(w̃ + u)
 
-    with Âu = m − (α/w) H q. With (a, b) = (1, 0) it is the plain recursion, and w̃ is not carried.
+    with Âu = m − (α/w) (H + damping) q. With (a, b) = (1, 0) it is the plain recursion, and w̃ is not carried.
 
     Args:
         lr: α of a node that has the mean weight, the step size of the lower level.
@@ -71,6 +71,7 @@ class Backward(Program):
         renew: b.
         when: where the lower level's gradient step is.
         fresh: a batch of its own for J, and messages of its own: `again`, which else is `received`.
+        damping: added to the diagonal of H; None: nothing.
     """
 
     lr: Any
@@ -78,13 +79,14 @@ class Backward(Program):
     renew: Any
     when: When = eqx.field(static=True)
     fresh: bool = eqx.field(static=True, default=False)
+    damping: Any = None
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
         x, y, w, relative, v, vectors, c, received, again = values
         q = received if self.when == "before" else vectors
         jq, hq = self._products(me, (x, y), q, again if self.when == "before" else vectors)
         lr = self.lr * relative
-        moved = step(received, lr / w, hq)
+        moved = step(received, lr / w, hq if self.damping is None else add(hq, scale(self.damping, q)))
         return self._mixed_v(v, lr, jq), self._mixed(vectors, moved, c)
 
     def _products(

@@ -21,7 +21,7 @@ from fedbilevel.adjoint.backward import AdjointStart, Backward, Begun, Lengths, 
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.network import Links, Network, Reversed, check_both_ways, check_undirected
 from fedbilevel.fed.place import At
-from fedbilevel.number import check_shares, known_number, whole
+from fedbilevel.number import check_not_negative, check_shares, known_number, whole
 
 Matrix = npt.NDArray[Any]
 
@@ -75,6 +75,14 @@ class PushAdjoint(eqx.Module):
         reduced: whether w̃ is carried and sent beside u (VR-HGP); without, (a, b) must be (1, 0).
         whole: start from `∇f_i` of all of a node's samples, as the paper does, not of a minibatch. Where f
             and g are one loss on the same samples, the mean `∇f` is nearly zero at rest, all else noise.
+        damping: added to the diagonal of every H_i, where g is not strongly convex in y and the series would
+            grow; the hypergradient is then that of g plus `damping/2 ‖y − y_rest‖²`. None: nothing.
+
+    The series converges where its terms shrink. Where the lower level steps before sending, a term becomes
+    `(I − (α/w) H) P u`, which is shorter if α is below `2w/λ`, λ the largest curvature of g at any node. Where
+    it steps after receiving, it becomes `P u − (α/w) H u`, and the bound is about half of that: over fixed
+    symmetric weights `(1 + λ_min(P))/λ`, which is `1/λ` over complete links. Along negative curvature that
+    nodes share no α is small enough.
 
     Cost a node and round: one g_xy and g_yy each (VR-HGP: two), on one batch if shared; a message of d_y
     scalars (VR-HGP: 2d_y) a link. Independent edges where the lower level steps before sending: two messages.
@@ -91,11 +99,14 @@ class PushAdjoint(eqx.Module):
     back: Literal["debiased", "reversed"] = eqx.field(static=True, default="debiased")
     reduced: bool = eqx.field(static=True, default=False)
     whole: bool = eqx.field(static=True, default=False)
+    damping: Any = None
 
     def __check_init__(self) -> None:
         if type(self.terms) is not int or self.terms < 0:
             raise ValueError(f"terms is {self.terms!r}; it must be a whole number of at least 0")
         check_shares(self, "alpha", "beta")
+        if self.damping is not None:
+            check_not_negative(self, "damping")
         numbers = [known_number(value) for value in (self.alpha, self.beta)]
         if not self.reduced and None not in numbers and numbers != [1, 0]:
             raise ValueError(
@@ -149,7 +160,8 @@ class PushAdjoint(eqx.Module):
         return everyone.run(Total(self.outer), start[0], v, key=key), lengths
 
     def _program(self, at: Equilibrium) -> Backward:
-        return Backward(at.lr, self.alpha, self.beta, at.when, self.edges == "independent")
+        fresh = self.edges == "independent"
+        return Backward(at.lr, self.alpha, self.beta, at.when, fresh, self.damping)
 
     def _twice(self, when: When) -> bool:
         return self.edges == "independent" and when == "before" and self.outer != "local"
@@ -189,9 +201,8 @@ def VRHGP(terms: int, alpha: Any = 0.9, beta: Any = 0.1, **options: Any) -> Push
 def growth(lengths: Any) -> float:
     """The longest last term of a node over the longest first one; 0 where there is none.
 
-    No mean of what neighbours send is longer than the longest of it, so this falls where `I − (α/w) H`
-    shrinks vectors. Over links that come and go a node may hear more than the mean by chance, and it may
-    rise a little.
+    It falls with the number of terms where the series converges (see `PushAdjoint`), and rises where it does
+    not. Over links that come and go a node may hear more than the mean by chance, and it may rise a little.
 
     Args:
         lengths: `(n, 2)`, those of the first and the last term at every node.
