@@ -15,9 +15,10 @@ Reference: N. Terashita, S. Hara, arXiv:2210.02129, 2022, appendix C.6.
 from __future__ import annotations
 
 import functools
+import itertools
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -45,17 +46,18 @@ def one_dimensional(seed: int = 0) -> tuple[fb.Problem, fb.Clients]:
     images, labels = (np.asarray(load("mnist-mini").train[name]) for name in ("inputs", "labels"))
     brightness = images.reshape(len(images), -1).mean(axis=1, keepdims=True).astype(float)
     brightness = (brightness - brightness.mean()) / brightness.std()
-    draws = np.random.default_rng(seed)
+    digits = [iter(np.random.default_rng(seed).permutation(np.flatnonzero(labels == d))) for d in (1, 0)]
     shares = (0.3, 0.5, 0.7)
-    levels = [[_drawn(draws, brightness, labels, share) for share in shares] for _ in range(2)]
+    levels = [[_taken(digits, brightness, labels, share) for share in shares] for _ in range(2)]
     problem = fb.ClassWeights(fb.Linear(2), inputs=(1,), classes=2, penalty=0.1)
     return problem, fb.Clients(*levels)
 
 
-def _drawn(draws: Any, inputs: Any, labels: Any, share: float) -> dict[str, Any]:
-    ones, zeros = (draws.choice(np.flatnonzero(labels == digit), SAMPLES) for digit in (1, 0))
+def _taken(digits: Sequence[Iterator[int]], inputs: Any, labels: Any, share: float) -> dict[str, Any]:
+    """The next samples of both digits: nobody else has them, at either level."""
     count = round(share * SAMPLES)
-    rows = np.concatenate([ones[:count], zeros[count:]])
+    counts = count, SAMPLES - count
+    rows = [row for places, own in zip(digits, counts, strict=True) for row in itertools.islice(places, own)]
     return {"inputs": inputs[rows], "labels": np.asarray(labels[rows] == 1, np.int32)}
 
 

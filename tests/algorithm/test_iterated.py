@@ -91,6 +91,10 @@ def test_what_forward_mode_sends_grows_with_nodes_and_hyperparameters(found: Any
     forward, backward = (found(mode, "after")[1] for mode in ("forward", "backward"))
     assert forward.edge["tangents"] == forward.edge["z"] // (4 + 1) * NODES * 2 * 4
     assert backward.rounds == 2 * STEPS + 1  # the last one is the test's own reading
+    assert forward.rounds == 2 * STEPS + 2
+    assert (forward.up["sum"], forward.down["sum"]) == (8 * NODES * NODES * 2, 8 * NODES * 2)
+    assert forward.calls["g_yy"] == NODES * STEPS * NODES * 2
+    assert forward.calls["g_xy"] == NODES * STEPS * 2
 
 
 def test_bad_settings_are_refused() -> None:

@@ -407,7 +407,12 @@ METHODS = {
     "PFedMe": lambda links: fb.PFedMe(0.1, links=links),
     "ClusteredFL": lambda links: fb.ClusteredFL(0.1, 0.1, 0.1, links=links),
 }
-UNSERVED = [fb.links.Ring(), fb.links.Stochastic(probability=0.9), fb.links.ErdosRenyi(0.5)]
+UNSERVED = [
+    fb.links.Ring(),
+    fb.links.Stochastic(probability=0.9),
+    fb.links.ErdosRenyi(0.5),
+    fb.links.Given(0.1 + 0.4 * np.eye(6)),  # everybody hears everybody, but no server takes such a mean
+]
 
 
 @pytest.mark.parametrize("name", METHODS)

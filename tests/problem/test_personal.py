@@ -21,6 +21,7 @@ from fedbilevel.problem.personal import (
     WeightedMixture,
 )
 from fedbilevel.problem.personal_loss import mixed
+from fedbilevel.tree import row
 
 CLASSES, INPUTS, MODELS, PENALTY = 3, 4, 2, 0.1
 DRAW = np.random.default_rng(3)
@@ -318,3 +319,30 @@ def test_clients_that_disagree_profit_from_mixtures_of_their_own():
     assert result.history[0]["accuracy_worst"] <= 0.5
     assert result.history[-1]["accuracy_worst"] > 0.9
     assert result.x[0].argmax() != result.x[1].argmax()
+
+
+def mean_cost(problem, clients, x, y):
+    """`mean f_i(x_i, y_i)` on all samples."""
+    each = [problem.upper(row(x, i), row(y, i), arrays(samples)) for i, samples in enumerate(clients)]
+    return float(np.mean(each))
+
+
+@every_problem
+def test_pdbo_lowers_the_outer_cost_of_each(name):
+    """Nodes that have other classes; f is looked at on samples of its own, before and after."""
+    draw = np.random.default_rng(5)
+    lower, upper = ([own_classes(draw, first) for first in range(3)] for _ in range(2))
+    problem = MAKERS[name](penalty=0.01)
+    algorithm = fb.PDBO(fb.links.Complete(), 0.3, 40, fb.Adam(0.1), 10, alpha=None, beta=None)
+    clients = fb.Clients(lower, upper)
+    start, end = (fb.solve(problem, clients, algorithm, steps, every=max(steps, 1)) for steps in (0, 8))
+    before, after = (mean_cost(problem, upper, found.x, found.y) for found in (start, end))
+    assert not end.notes
+    assert after < before - 0.01
+
+
+def own_classes(draw, first, count=30):
+    """Samples of which most are of one class, told by two of their numbers."""
+    labels = draw.choice(CLASSES, size=count, p=np.roll([0.8, 0.1, 0.1], first)).astype(np.int32)
+    inputs = draw.normal(size=(count, INPUTS)) + 1.5 * np.eye(CLASSES, INPUTS)[labels]
+    return {"inputs": inputs.astype(np.float32), "labels": labels}

@@ -79,7 +79,7 @@ class PushAdjoint(eqx.Module):
             grow; the hypergradient is then that of g plus `damping/2 ‖y − y_rest‖²`. None: nothing.
 
     The series converges where its terms shrink. Where the lower level steps before sending, a term becomes
-    `(I − (α/w) H) P u`, which is shorter if α is below `2w/λ`, λ the largest curvature of g at any node. Where
+    `(I − (α/w) H) P u`, shorter if α is below `2w/λ`, λ the largest curvature of g at any node. Where
     it steps after receiving, it becomes `P u − (α/w) H u`, and the bound is about half of that: over fixed
     symmetric weights `(1 + λ_min(P))/λ`, which is `1/λ` over complete links. Along negative curvature that
     nodes share no α is small enough.

@@ -153,11 +153,13 @@ def check_lengths(settings: Any, n: int) -> None:
 def with_server(method: Any, n: int) -> Any:
     """A method that needs a server, if its `links` give one among n clients; else an error that says so.
 
-    A server hears everybody in every exchange. Only links between all clients, always there, do as much.
+    A server hears everybody in every exchange, and takes the mean. Only links between all clients that are
+    always there, and all of the same weight, do as much.
     """
     check_links(method.links)
-    heard = method.links.network(n).heard()
-    if not np.all(heard + np.eye(n) >= 1):
+    network = method.links.network(n)
+    alike = np.allclose(np.asarray(network.base), 1 / n, atol=1e-5)
+    if not (alike and np.all(network.heard() + np.eye(n) >= 1)):
         raise CannotRunError(f"{type(method).__name__} needs a server, which only complete links give")
     return dataclasses.replace(method, links=Complete())
 

@@ -45,7 +45,8 @@ class ITD(eqx.Module):
         mode: "backward" or "forward".
 
     Cost: T rounds of push-sum, and for "backward" T more with d_y scalars a link, T g_xy and g_yy a node; for
-    "forward" messages are larger by n d_x d_y scalars, with n d_x g_yy and d_x g_xy a step.
+    "forward" T more with n d_x d_y scalars a link, n d_x g_yy and d_x g_xy a node and step, and one round in
+    which a node sends n d_x scalars and gets d_x.
 
     Reference: L. Franceschi et al., Forward and reverse gradient-based hyperparameter optimization, ICML
     2017; PDBO, appendix H.

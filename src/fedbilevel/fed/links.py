@@ -26,7 +26,7 @@ class Complete(Links):
 
 
 class Ring(Links):
-    """Clients in a circle hear their two neighbours and themselves, with weight 1/3.
+    """Clients in a circle hear their two neighbours and themselves, with weight 1/3 (two clients: 1/2).
 
     Args:
         directed: hear only the one before, with weight 1/2. Messages then go one way round: push-sum works,

@@ -6,7 +6,7 @@ What a client predicts depends on both variables; g is its training loss, f the 
 chosen. Any algorithm can solve these problems; one with a single x for all clients finds the best x for all.
 
 The first three are those of the paper that brings PDBO: Personalized decentralized bilevel optimization over
-stochastic and directed networks, section 6 and table 2.
+random directed networks, section 6 and table 2.
 """
 
 from __future__ import annotations
