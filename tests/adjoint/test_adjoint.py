@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedbilevel.adjoint import ConjugateGradients, Neumann, OneStep
+from fedbilevel.adjoint import ConjugateGradients, Neumann
 from fedbilevel.fed import repeat
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -201,25 +201,3 @@ def test_compiled_and_python_loops_agree_on_a_tree(b, name):
         for key, value in flat.report.items():
             assert solved.report[key] == pytest.approx(float(value), rel=1e-12)
     assert flat.memo > 0
-
-
-# ------------------------------------------------------------------ Richardson
-
-
-@pytest.mark.parametrize("damping", [0.0, 0.8])
-def test_one_step_at_a_time_converges_to_the_solution(b, damping):
-    H, advance = matrix(), OneStep(0.3, damping)
-    u = jnp.zeros(SIZE)
-    first = advance(u, H @ u, b)
-    assert close(first, 0.3 * b, 1e-15)
-    for _ in range(400):
-        u = advance(u, H @ u, b)
-    assert close(u, np.linalg.solve(H + damping * np.eye(SIZE), b), 1e-12)
-
-
-def test_one_step_is_one_term_more_of_the_series(b):
-    """From zero, k steps of size 1/ℓ give the sum of k terms."""
-    H, u = matrix(), jnp.zeros(SIZE)
-    for _ in range(6):
-        u = OneStep(1 / BOUND)(u, H @ u, b)
-    assert close(u, solve(Neumann(6, BOUND), H, b).u, 1e-14)

@@ -4,7 +4,6 @@ from fedbilevel.adjoint.base import Adjoint, Solved
 from fedbilevel.adjoint.cg import ConjugateGradients
 from fedbilevel.adjoint.hypergradient import own_hypergradient
 from fedbilevel.adjoint.neumann import Neumann
-from fedbilevel.adjoint.one_step import OneStep
 from fedbilevel.adjoint.push import HGP, VRHGP, Equilibrium, PushAdjoint, RecurrentBackpropagation
 
 __all__ = [
@@ -14,7 +13,6 @@ __all__ = [
     "ConjugateGradients",
     "Equilibrium",
     "Neumann",
-    "OneStep",
     "PushAdjoint",
     "RecurrentBackpropagation",
     "Solved",

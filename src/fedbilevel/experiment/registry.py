@@ -1,6 +1,6 @@
 """What an experiment file can name: every kind of thing, by its name in the Python API.
 
-A new method, problem or partition is one line here.
+A new method, problem or partition is one line here (and one in `citation.py`, if it has a reference).
 """
 
 from __future__ import annotations
