@@ -9,7 +9,9 @@ A run is one call:
 from fedbilevel import adjoint, algorithm, data, engine, fed, local, problem, theory, tree
 from fedbilevel.algorithm import (
     DSFL,
+    DSOBA,
     F2SA,
+    MADSBO,
     MRBO,
     PDBO,
     QFFL,
@@ -109,7 +111,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DSFL",
+    "DSOBA",
     "F2SA",
+    "MADSBO",
     "MLP",
     "MRBO",
     "PDBO",

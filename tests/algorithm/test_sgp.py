@@ -31,7 +31,7 @@ from algorithm.nodes import (
 from fedbilevel import links
 from fedbilevel.adjoint.push import receiving_weights
 from fedbilevel.algorithm.sgp import PushSum, first_lower, step_keys
-from fedbilevel.fed.network import check_links
+from fedbilevel.fed.network_check import check_links
 from fedbilevel.local.push_sum import ReceivingWeights
 from fedbilevel.problem.quadratic import lower_objective, upper_objective
 

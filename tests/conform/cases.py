@@ -155,6 +155,22 @@ CASES = {
         bilevel_batches,
         lambda: fb.PDBO(fb.links.Stochastic(seed=1), 0.1, 2, fb.Adam(0.05), 2, consensus=True),
     ),
+    "DSOBA": Case(
+        bilevel_batches,
+        lambda: fb.DSOBA(fb.links.Stochastic(directed=False, balanced=True, seed=1), **THREE, average=0.5),
+    ),
+    "DSOBA-tracking": Case(
+        bilevel_batches,
+        lambda: fb.DSOBA(fb.links.Ring(), **THREE, correction="tracking"),
+    ),
+    "DSOBA-diffusion": Case(
+        bilevel,
+        lambda: fb.DSOBA(fb.links.ErdosRenyi(0.7), **THREE, average=0.5, correction="diffusion"),
+    ),
+    "MADSBO": Case(
+        bilevel_batches,
+        lambda: fb.MADSBO(fb.links.Ring(), 0.1, 0.08, 0.08, lower_steps=2, terms=2, average=0.5),
+    ),
     "QFFL": Case(bilevel, lambda: fb.QFFL(0.05, q=1.0, steps=2)),
     "Local": Case(bilevel_batches, lambda: fb.Local(0.1, epochs=1)),
     "FedProx": Case(bilevel, lambda: fb.FedProx(0.1, 0.5, steps=(1, 3, 2))),

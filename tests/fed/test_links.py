@@ -12,7 +12,8 @@ from fed.graphs import graphs, metropolis_of, shares
 from fedbilevel import links
 from fedbilevel.adjoint import HGP, RecurrentBackpropagation
 from fedbilevel.fed.mixing import connected, fastest_mixing, feasible
-from fedbilevel.fed.network import Network, Reversed, check_both_ways, check_push_sum, edges
+from fedbilevel.fed.network import Network, Reversed, edges
+from fedbilevel.fed.network_check import check_both_ways, check_push_sum
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from fedbilevel.adjoint.backward import AdjointStart, Backward, Begun, Lengths, Outer, Total, When
 from fedbilevel.fed.federation import Federation
-from fedbilevel.fed.network import Links, Network, Reversed, check_both_ways, check_undirected
+from fedbilevel.fed.network import Links, Network, Reversed
+from fedbilevel.fed.network_check import check_both_ways, check_undirected
 from fedbilevel.fed.place import At
 from fedbilevel.number import check_not_negative, check_shares, known_number, whole
 

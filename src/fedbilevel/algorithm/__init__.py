@@ -23,6 +23,7 @@ from fedbilevel.algorithm.baseline.local import Local
 from fedbilevel.algorithm.baseline.pfedme import PFedMe
 from fedbilevel.algorithm.baseline.pooled import MRBO, SOBA, StocBiO
 from fedbilevel.algorithm.baseline.qffl import QFFL
+from fedbilevel.algorithm.dsoba import DSOBA
 from fedbilevel.algorithm.f2sa import F2SA
 from fedbilevel.algorithm.fedbio import FedBiO, FedBiOLocal
 from fedbilevel.algorithm.fedbioacc import FedBiOAcc, FedBiOAccLocal
@@ -31,14 +32,17 @@ from fedbilevel.algorithm.fedmsa import FedMSA
 from fedbilevel.algorithm.fednest import FedNest, FedNestSGD, LFedNest, LFedNestNonAlt, LFedNestSVRG
 from fedbilevel.algorithm.fedsep import FedSep
 from fedbilevel.algorithm.iterated import ITD
+from fedbilevel.algorithm.madsbo import MADSBO
 from fedbilevel.algorithm.pdbo import PDBO
 from fedbilevel.algorithm.sgp import SGP
 from fedbilevel.algorithm.simfbo import ShroFBO, SimFBO
 
 __all__ = [
     "DSFL",
+    "DSOBA",
     "F2SA",
     "ITD",
+    "MADSBO",
     "MRBO",
     "PDBO",
     "QFFL",

@@ -13,7 +13,7 @@ import numpy as np
 
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.links import Complete
-from fedbilevel.fed.network import check_links
+from fedbilevel.fed.network_check import check_links
 from fedbilevel.fed.place import Kept
 from fedbilevel.problem.server_model import shows_x
 from fedbilevel.schedule import Schedule

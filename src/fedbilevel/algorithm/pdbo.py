@@ -17,7 +17,8 @@ from fedbilevel.algorithm.base import Algorithm, Info, check_tunes_x
 from fedbilevel.algorithm.fedbio import copies
 from fedbilevel.algorithm.sgp import Lower, PushSum, first_lower, rates_of_steps
 from fedbilevel.fed.federation import Federation
-from fedbilevel.fed.network import Links, Network, check_all_answer, check_links, check_push_sum
+from fedbilevel.fed.network import Links, Network
+from fedbilevel.fed.network_check import check_all_answer, check_links, check_push_sum
 from fedbilevel.fed.place import At, Kept
 from fedbilevel.fed.program import Program
 from fedbilevel.local.optimizer import Adam, Optimizer, optimizer

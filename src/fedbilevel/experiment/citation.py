@@ -51,6 +51,8 @@ CITED: Mapping[str, tuple[str, ...]] = {
     "FedET": ("cho2022heterogeneous",),
     "SGP": ("nedic2016stochastic", "assran2019stochastic"),
     "PDBO": ("terashita2022personalized",),
+    "DSOBA": ("kong2024decentralized", "zhu2024sparkle", "nedic2017achieving", "yuan2019exact"),
+    "MADSBO": ("chen2023decentralized",),
     # parts of algorithms
     "HGP": ("terashita2022personalized",),
     "VRHGP": ("terashita2022personalized",),

@@ -98,6 +98,8 @@ ALGORITHMS: Mapping[str, Factory] = {
     "FedET": algorithm.FedET,
     "SGP": algorithm.SGP,
     "PDBO": algorithm.PDBO,
+    "DSOBA": algorithm.DSOBA,
+    "MADSBO": algorithm.MADSBO,
 }
 
 PROBLEMS: Mapping[str, Factory] = {

@@ -42,9 +42,9 @@ _NOTES = {
     "push": (
         "the terms of hypergradient push grew (the last was {:.3g} times the first at worst): their series "
         "does not converge, and more terms make it worse. Set `adjoint_lr`, which else is the first of "
-        '`lower_lr`, below one over the largest curvature of a node\'s minibatch (with when="before" two over '
-        "it): try a fifth of it. Where g has negative curvature that only slows the growth: give the adjoint "
-        "`damping` above it, take fewer terms, or a larger penalty in g."
+        "`lower_lr`, below one over the largest curvature of a node's minibatch (or two over it, with "
+        'when="before"): try a fifth of it. Where g has negative curvature that only slows the growth: give '
+        "the adjoint `damping` above it, take fewer terms, or a larger penalty in g."
     ),
     "failed": (
         "the clients' own adjoints failed at up to {:.0%} of the clients: their Hessians have eigenvalues "

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from fedbilevel.fed.mixing import Matrix, connected, expected_weights, metropolis
+from fedbilevel.fed.mixing import Matrix, expected_weights, metropolis
 
 
 class Links(eqx.Module):
@@ -124,6 +124,21 @@ class Reversed(Links):
         return self.links.weights(key, n, time, there).T
 
 
+class Lazy(Links):
+    """The same links where every client keeps half of its own value: `(I + W)/2`."""
+
+    links: Links
+
+    def network(self, n: int) -> Network:
+        raise TypeError("lazy links are known exchange by exchange only; use their `weights`")
+
+    def weights(
+        self, key: Key[Array, ""], n: int, time: Any = 0, there: Any = None
+    ) -> Float[Array, "{n} {n}"]:
+        weights = self.links.weights(key, n, time, there)
+        return (jnp.eye(n, dtype=weights.dtype) + weights) / 2
+
+
 def among_those_there(
     weights: Float[Array, "clients clients"], there: Bool[Array, " clients"]
 ) -> Float[Array, "clients clients"]:
@@ -140,94 +155,6 @@ def edges(weights: Float[Array, "clients clients"]) -> Int[Array, ""]:
     """How many messages an exchange takes: the non-zero weights off the diagonal."""
     n = weights.shape[0]
     return jnp.sum((weights != 0) & ~jnp.eye(n, dtype=bool)).astype(jnp.int32)
-
-
-# ------------------------------------------------------------------- checks
-
-
-def check_links(links: Any) -> None:
-    """Raise an error that explains unless these are links."""
-    if not isinstance(links, Links):
-        raise TypeError(
-            f"links is {links!r}; it must say who hears whom, such as fedbilevel.links.Complete() or "
-            "fedbilevel.links.Given(matrix)"
-        )
-
-
-def check_all_answer(fed: Any) -> None:
-    """Raise an error that explains if clients of a federation may fall silent, where they mix what they hold.
-
-    A sender's weights, its own among them, keep the sum of all values; who computes nothing sends nothing,
-    not even to itself.
-    """
-    dropout = getattr(fed, "dropout", 0.0)
-    if dropout > 0:
-        raise ValueError(
-            f"dropout is {dropout}, but where clients mix with their neighbours, what a silent client held "
-            "is lost for all. Leave dropout at 0; for links that come and go use links.Stochastic, for "
-            "clients that do Simulator(availability=...)"
-        )
-
-
-def check_push_sum(network: Network) -> None:
-    """Raise an error that explains unless push-sum over these links reaches a consensus."""
-    totals = np.asarray(network.base).sum(axis=1)
-    if not bool(network.balanced) and not np.allclose(totals, 1, atol=1e-5):
-        sender = int(np.argmax(np.abs(totals - 1).max(axis=0)))
-        raise ValueError(
-            f"client {sender} gives away weights that sum to {totals[:, sender].tolist()}; in push-sum every "
-            "sender's weights, a column of the matrix, must sum to one, or mass is lost"
-        )
-    if np.any(np.asarray(network.base) < 0):
-        raise ValueError("push-sum needs weights of at least 0; a weight is negative")
-    _check_something_stays(network)
-    if not connected(network.heard() > 0):
-        raise ValueError(
-            "some client never hears, even by others, from some other one: no consensus is possible"
-        )
-
-
-def _check_something_stays(network: Network) -> None:
-    """Raise an error that explains if a client may have nobody to give its mass to, not even itself."""
-    base, probability = np.asarray(network.base), np.asarray(network.probability)
-    itself = np.diagonal(base, axis1=1, axis2=2)
-    safe = (itself > 0) | np.all((probability >= 1) | (base == 0), axis=1) | bool(network.balanced)
-    if not np.all(safe):
-        raise ValueError(
-            f"client {int(np.argwhere(~safe)[0, 1])} gives itself no weight, and its links may all be "
-            "absent: its mass would be lost. Give every client whose links come and go a weight for itself"
-        )
-
-
-def check_both_ways(network: Network) -> None:
-    """Raise an error that explains unless whoever can hear a client can also be heard by it.
-
-    Hypergradient push receives over j → i what the exact recursion needs over i → j.
-    """
-    heard = network.heard() > 0
-    one_way = np.argwhere(heard & ~heard.T)
-    if len(one_way):
-        i, j = one_way[0].tolist()
-        raise ValueError(
-            f"client {i} hears client {j}, but {j} never hears {i} ({len(one_way)} such links). "
-            f"Hypergradient push "
-            "needs links that exist both ways, if not at the same time (assumption 6 of its paper)"
-        )
-
-
-def check_undirected(network: Network) -> None:
-    """Raise an error that explains unless in every exchange links come in pairs."""
-    support = (np.asarray(network.base) != 0) & (np.asarray(network.probability) > 0)
-    certain = np.all((np.asarray(network.probability) >= 1) | ~support)
-    if not np.array_equal(support, support.transpose(0, 2, 1)) or not (certain or bool(network.undirected)):
-        raise ValueError(
-            "exact backpropagation answers over the link that brought a message, so links must be "
-            "undirected; "
-            "over directed links use hypergradient push (HGP, VRHGP)"
-        )
-
-
-# ------------------------------------------------------------------ the parts
 
 
 def _shared_out(base: jax.Array, present: jax.Array) -> jax.Array:

@@ -18,7 +18,8 @@ from fedbilevel.algorithm.baseline.local import first_own
 from fedbilevel.data.batches import Batch
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.links import Complete, Links
-from fedbilevel.fed.network import Network, check_all_answer, check_links, check_push_sum
+from fedbilevel.fed.network import Network
+from fedbilevel.fed.network_check import check_all_answer, check_links, check_push_sum
 from fedbilevel.fed.place import Kept
 from fedbilevel.fed.program import Program
 from fedbilevel.local.push_sum import Displaced
