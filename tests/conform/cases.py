@@ -124,6 +124,16 @@ CASES = {
         bilevel,
         lambda: fb.LFedNestNonAlt(**SERIES, lower_steps=2, lower_rounds=2),
     ),
+    "FedMBO": Case(bilevel, lambda: fb.FedMBO(**SERIES, lower_rounds=2, damping=0.1)),
+    "FedMBO-cohorts": Case(bilevel_batches, lambda: fb.FedMBO(**SERIES, cohort=2, inner="sgd")),
+    "AggITD": Case(
+        bilevel,
+        lambda: fb.AggITD(**THREE, lower_rounds=3, lower_steps=(1, 3, 2), upper_steps=2),
+    ),
+    "AggITD-cohorts": Case(
+        bilevel_batches,
+        lambda: fb.AggITD(**THREE, lower_rounds=3, cohort=2, inner="sgd"),
+    ),
     "minimax": Case(minimax, lambda: fb.FedNest(**RATES, lower_steps=2)),
     "compositional": Case(compositional, lambda: fb.FedNest(**RATES, lower_steps=2)),
     "single-level": Case(single_level, lambda: fb.FedNest(**RATES, upper_steps=3)),

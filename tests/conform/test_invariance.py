@@ -21,9 +21,13 @@ METHODS = {
     "LFedNestSVRG": (bilevel, lambda: fb.LFedNestSVRG(**SUM)),
     "LFedNestNonAlt": (bilevel, lambda: fb.LFedNestNonAlt(**SUM)),
     "FedBiO": (bilevel, lambda: fb.FedBiO(**THREE, sync_every=2)),
+    "SimFBO": (bilevel, lambda: fb.SimFBO(**THREE, sync_every=2, local_lr=0.5)),
+    "FedMSA": (bilevel, lambda: fb.FedMSA(**THREE, sync_every=2, renew=0.4)),
+    "F2SA": (bilevel, lambda: fb.F2SA(0.01, 0.1, 5.0, sync_every=2)),
+    "AggITD": (bilevel, lambda: fb.AggITD(**THREE, lower_rounds=3, lower_steps=2)),
     # c α² is below 1: the momenta remember, and what clients keep must not depend on their order.
     "FedBiOAcc": (bilevel, lambda: fb.FedBiOAcc(**THREE, sync_every=2, delta=1.5, t0=4.0, c_upper=0.5)),
-    **{name: CASES[name][:2] for name in ("minimax", "compositional", "FedAvgS")},
+    **{name: CASES[name][:2] for name in ("minimax", "compositional", "FedAvgS", "FedGDAGT")},
 }
 
 

@@ -1,5 +1,6 @@
 """Methods, one file each."""
 
+from fedbilevel.algorithm.aggitd import AggITD
 from fedbilevel.algorithm.base import Algorithm, CannotRunError, TwoVariables, Variables
 from fedbilevel.algorithm.baseline.clustered import ClusteredFL
 from fedbilevel.algorithm.baseline.commfedbio import CommFedBiO
@@ -29,7 +30,8 @@ from fedbilevel.algorithm.fedbio import FedBiO, FedBiOLocal
 from fedbilevel.algorithm.fedbioacc import FedBiOAcc, FedBiOAccLocal
 from fedbilevel.algorithm.fedgda import FedGDAGT
 from fedbilevel.algorithm.fedmsa import FedMSA
-from fedbilevel.algorithm.fednest import FedNest, FedNestSGD, LFedNest, LFedNestNonAlt, LFedNestSVRG
+from fedbilevel.algorithm.fednest import FedNest
+from fedbilevel.algorithm.fednest_family import FedMBO, FedNestSGD, LFedNest, LFedNestNonAlt, LFedNestSVRG
 from fedbilevel.algorithm.fedsep import FedSep
 from fedbilevel.algorithm.iterated import ITD
 from fedbilevel.algorithm.madsbo import MADSBO
@@ -48,6 +50,7 @@ __all__ = [
     "QFFL",
     "SGP",
     "SOBA",
+    "AggITD",
     "Algorithm",
     "CannotRunError",
     "ClusteredFL",
@@ -66,6 +69,7 @@ __all__ = [
     "FedEM",
     "FedET",
     "FedGDAGT",
+    "FedMBO",
     "FedMSA",
     "FedNest",
     "FedNestSGD",

@@ -11,13 +11,15 @@ import jax.random as jr
 from fedbilevel.adjoint.base import Adjoint
 from fedbilevel.adjoint.cg import ConjugateGradients
 from fedbilevel.adjoint.neumann import Neumann
-from fedbilevel.algorithm.base import Info, TwoVariables, Variables, decides
+from fedbilevel.algorithm.base import Info, TwoVariables, Variables
+from fedbilevel.algorithm.chains import chained_hypergradient
 from fedbilevel.algorithm.exchange import Point, global_adjoint
+from fedbilevel.algorithm.rounds import lower_round, upper_round
 from fedbilevel.fed.cohort import Cohort
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.place import At
 from fedbilevel.local.descent import Both, Descent, HyperDescent
-from fedbilevel.local.gradients import Assemble, LowerGradient, OwnHypergradient
+from fedbilevel.local.gradients import Assemble, OwnHypergradient
 from fedbilevel.local.work import Amount, Work, amount, check_amounts, check_count
 from fedbilevel.name import check_choice
 from fedbilevel.number import check_not_negative, whole
@@ -46,6 +48,8 @@ class FedNest(TwoVariables):
     | LFedNestSVRG   | svrg   | local    | yes       | 2T + 1           |
     | LFedNestNonAlt | sgd    | local    | no        | 1                |
 
+    FedMBO is FedNest with another series, "chains".
+
     Args:
         upper_lr: α, step size for x; a number or an optax schedule.
         lower_lr: β, step size for y.
@@ -54,10 +58,11 @@ class FedNest(TwoVariables):
         lower_rounds: T, rounds on y before x moves.
         terms: N, the terms of the series or the iterations of CG.
         smoothness: ℓ, an upper bound of the largest eigenvalue of `mean H_i` (of every `H_i` where the
-            outer level is local); "auto" measures it at the start (`solve` does that and bills it). CG
-            does not need it.
-        series: "sampled" (FedIHGP: one random term), "sum" (the truncated series), "cg", or "none": the
-            direct gradient `∇_x f` alone, to see what the indirect one is worth.
+            outer level is local or the series is "chains"); "auto" measures it at the start (`solve` does
+            that and bills it). CG does not need it.
+        series: "sampled" (FedIHGP: one random term), "sum" (the truncated series), "cg", "chains" (FedMBO:
+            a random term for each client of the cohort, its factors those of single clients), or "none":
+            the direct gradient `∇_x f` alone, to see what the indirect one is worth.
         cohort: clients in a round; None: all.
         damping: added to the diagonal of H when g is not strongly convex.
         upper_epochs, lower_epochs: shuffled passes over the data in the place of steps.
@@ -86,7 +91,7 @@ class FedNest(TwoVariables):
     lower_rounds: int = eqx.field(static=True, converter=whole, default=1)
     terms: int = eqx.field(static=True, converter=whole, default=5)
     smoothness: Any = "auto"
-    series: Literal["sampled", "sum", "cg", "none"] = eqx.field(static=True, default="sampled")
+    series: Literal["sampled", "sum", "cg", "chains", "none"] = eqx.field(static=True, default="sampled")
     cohort: int | None = eqx.field(static=True, converter=whole, default=None)
     damping: Any = 0.0
     upper_epochs: Amount | None = eqx.field(static=True, converter=amount, default=None)
@@ -108,6 +113,11 @@ class FedNest(TwoVariables):
         if not self.alternate and (self.inner, self.outer) != ("sgd", "local"):
             raise ValueError(
                 'alternate=False needs inner="sgd" and outer="local": nothing is exchanged between'
+            )
+        if self.series == "chains" and (self.outer == "local" or self.residual):
+            raise ValueError(
+                'series="chains" needs outer="global" and residual=False: every chain has a u of its own, '
+                "made by exchanges, and no system that it solves"
             )
 
     # ---------------------------------------------------------------- a step
@@ -132,13 +142,8 @@ class FedNest(TwoVariables):
 
     def _inner(self, cohort: Cohort, x: At, y: PyTree, key: jax.Array) -> PyTree:
         """`y⁺ = FedInn(x, y)`: with an anchor two exchanges, without one."""
-        k_anchor, k_steps = jr.split(key)
-        there = cohort.send(y, "y")
-        anchor = []
-        if self.inner == "svrg":
-            q = cohort.mean(cohort.run(LowerGradient(), x, there, key=k_anchor), "q")
-            anchor = [cohort.send(q, "q")]
-        return cohort.mean(cohort.run(self._descent("lower"), x, there, *anchor, key=k_steps), "y")
+        anchored = self.inner == "svrg"
+        return lower_round(cohort, self._descent("lower"), x, y, key, anchored=anchored)[0]
 
     # -------------------------------------------------------- FedOut (alg. 2, 3, 5)
 
@@ -150,16 +155,16 @@ class FedNest(TwoVariables):
             new = cohort.mean(cohort.run(self._hyper_descent(fed), x, y, key=k_steps), "x")
             return new if self.residual else (new, {})
         h, point, info = self._hypergradient(fed, cohort, point, k_hyper)
-        x, y, _ = point.read(cohort)
-        descent = cohort.run(self._descent("upper"), x, y, cohort.send(h, "h"), key=k_steps)
-        return cohort.mean(descent, "x"), info
+        return upper_round(cohort, self._descent("upper"), point, h, k_steps), info
 
     def _hypergradient(
         self, fed: Federation, cohort: Cohort, point: Point, key: jax.Array
     ) -> tuple[PyTree, Point, Info]:
         """`h = mean (∇_x f_i − J_i u)`, u by FedIHGP: an estimate of `∇h(x)` if y is `y*(x)`."""
-        k_adjoint, k_assemble = jr.split(key)
         adjoint = self.adjoint(fed.problem.structure)
+        if self.series == "chains" and isinstance(adjoint, Neumann):
+            return chained_hypergradient(fed, adjoint, cohort, self.cohort, point, key)
+        k_adjoint, k_assemble = jr.split(key)
         u: list[PyTree] = []
         info: Info = {}
         if adjoint is not None:
@@ -215,7 +220,7 @@ class FedNest(TwoVariables):
     @property
     def inverts_own_hessians(self) -> bool:
         """Whether ℓ must bound every client's own Hessian, not only their mean."""
-        return self.outer == "local"
+        return self.outer == "local" or self.series == "chains"
 
     def _descent(self, level: Literal["upper", "lower"]) -> Descent:
         return Descent(getattr(self, f"{level}_lr"), self._work(level))
@@ -240,55 +245,7 @@ def check_smoothness(value: Any) -> None:
 
 
 _OPTIONS = {
-    "series": ("sampled", "sum", "cg", "none"),
+    "series": ("sampled", "sum", "cg", "chains", "none"),
     "inner": ("svrg", "sgd"),
     "outer": ("global", "local"),
 }
-
-
-@decides("inner")
-def FedNestSGD(upper_lr: Rate, lower_lr: Rate, **options: Any) -> FedNest:
-    """FedNest with plain local SGD on y, which is biased by the clients' drift where they differ.
-
-    Cost a step and client: `T + N' + 3` exchanges, `2d_x + (T + N' + 2)d_y` scalars down and
-    `2d_x + (T + N' + 1)d_y` up.
-
-    Reference: FedNest, section 4.1.
-    """
-    return FedNest(upper_lr, lower_lr, inner="sgd", **options)
-
-
-@decides("inner", "outer")
-def LFedNest(upper_lr: Rate, lower_lr: Rate, **options: Any) -> FedNest:
-    """FedNest with the clients' own hypergradients and no anchors.
-
-    Its limit is a stationary point of the mean of the clients' own problems, which is another point
-    than the solution when the clients differ.
-
-    Cost a step and client: `T + 1` exchanges, `d_x + (T + 1)d_y` scalars down and `d_x + T d_y` up.
-
-    Reference: FedNest, algorithms 5 and 6.
-    """
-    return FedNest(upper_lr, lower_lr, inner="sgd", outer="local", **options)
-
-
-@decides("inner", "outer")
-def LFedNestSVRG(upper_lr: Rate, lower_lr: Rate, **options: Any) -> FedNest:
-    """LFedNest with anchored steps on y.
-
-    Cost a step and client: `2T + 1` exchanges, `d_x + (2T + 1)d_y` scalars down and `d_x + 2T d_y` up.
-
-    Reference: FedNest, appendix H.
-    """
-    return FedNest(upper_lr, lower_lr, inner="svrg", outer="local", **options)
-
-
-@decides("inner", "outer", "alternate")
-def LFedNestNonAlt(upper_lr: Rate, lower_lr: Rate, **options: Any) -> FedNest:
-    """LFedNest that averages x and y at the end only: every client steps on its own y, then on its own x.
-
-    Cost a step and client: 1 exchange, `d_x + d_y` scalars each way.
-
-    Reference: FedNest, appendix H.1.
-    """
-    return FedNest(upper_lr, lower_lr, inner="sgd", outer="local", alternate=False, **options)

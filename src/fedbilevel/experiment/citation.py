@@ -20,6 +20,8 @@ CITED: Mapping[str, tuple[str, ...]] = {
     "FedBiOLocal": ("li2023communication",),
     "FedBiOAcc": ("li2023communication",),
     "FedBiOAccLocal": ("li2023communication",),
+    "FedMBO": ("huang2023achieving",),
+    "AggITD": ("xiao2023communication",),
     "SimFBO": ("yang2023simfbo",),
     "ShroFBO": ("yang2023simfbo",),
     "FedMSA": ("tarzanagh2023federated",),

@@ -65,6 +65,8 @@ ALGORITHMS: Mapping[str, Factory] = {
     "FedBiOLocal": algorithm.FedBiOLocal,
     "FedBiOAcc": algorithm.FedBiOAcc,
     "FedBiOAccLocal": algorithm.FedBiOAccLocal,
+    "FedMBO": algorithm.FedMBO,
+    "AggITD": algorithm.AggITD,
     "SimFBO": algorithm.SimFBO,
     "ShroFBO": algorithm.ShroFBO,
     "FedMSA": algorithm.FedMSA,
