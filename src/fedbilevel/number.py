@@ -20,6 +20,12 @@ def known_number(value: Any) -> float | None:
     return float(value) if is_number else None
 
 
+def check_count(name: str, value: Any, least: int = 1, error: type[ValueError] = ValueError) -> None:
+    """Raise an error that explains unless a value is a whole number of at least `least`."""
+    if type(value) is not int or value < least:
+        raise error(f"{name} is {value!r}; it must be a whole number of at least {least}")
+
+
 def check_positive(settings: Any, *names: str) -> None:
     """Raise an error that explains unless the named settings are numbers above 0."""
     _check(settings, names, lambda value: value > 0, "a number above 0")

@@ -81,6 +81,11 @@ def size(a: PyTree) -> int:
     return sum(int(np.prod(jnp.shape(leaf))) for leaf in jax.tree.leaves(a))
 
 
+def copies(tree: PyTree, n: int) -> PyTree:
+    """One row for each of n clients."""
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (n, *jnp.shape(leaf))), tree)
+
+
 def row(stacked: PyTree, index: Any) -> PyTree:
     """Row `index` of every leaf."""
     return jax.tree.map(lambda leaf: leaf[index], stacked)

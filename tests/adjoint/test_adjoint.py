@@ -105,9 +105,20 @@ def test_a_series_that_cannot_converge_says_so(b):
     assert solve(Neumann(20, BOUND, damping=1.5), indefinite, b).report["adjoint_growth"] <= 1
 
 
-def test_a_series_without_terms_is_refused():
-    with pytest.raises(ValueError, match="terms"):
-        Neumann(0, BOUND)
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Neumann(0, BOUND), "terms is 0; it must be a whole number of at least 1"),
+        (lambda: Neumann("5", BOUND), "terms is '5'; it must be a whole number"),
+        (lambda: Neumann(5, -1.0), "smoothness is -1.0; it must be a number above 0"),
+        (lambda: Neumann(5, BOUND, damping=-1.0), "damping is -1.0; it must be a number of at least 0"),
+        (lambda: ConjugateGradients(0), "terms is 0; it must be a whole number of at least 1"),
+        (lambda: ConjugateGradients(3, -0.1), "damping is -0.1; it must be a number of at least 0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()
 
 
 # ------------------------------------------------------------------ conjugate gradients

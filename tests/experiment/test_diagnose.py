@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import fedbilevel as fb
 from fedbilevel import (
     Clients,
     FedNest,
@@ -18,7 +19,6 @@ from fedbilevel import (
     single_level,
     solve,
 )
-from fedbilevel.experiment.diagnose import _local_steps
 from fedbilevel.problem.quadratic import lower_objective, upper_objective
 
 # All problems have these shapes, so that each kind of question is compiled once.
@@ -93,8 +93,10 @@ def test_the_step_size_of_the_lower_level_is_divided_among_local_steps(regular: 
     given, found = regular
     own = examine(given, algorithm=dataclasses.replace(ACCURATE, lower_steps=4))
     np.testing.assert_allclose(own.lower_lr, found.lower_lr / 4, rtol=1e-5)
-    assert _local_steps(dataclasses.replace(ACCURATE, lower_steps=(1, 5, 2))) == 5
-    assert _local_steps(None) == 1
+    assert dataclasses.replace(ACCURATE, lower_steps=(1, 5, 2)).local_lower_steps == 5
+    assert fb.FedBiO(0.1, 0.1, 0.1, sync_every=3).local_lower_steps == 3
+    assert fb.CommFedBiO(0.1, 0.1, 0.1, topk=2, lower_steps=(2, 7)).local_lower_steps == 7
+    assert fb.PDBO(fb.links.Ring(), 0.1, 9, terms=1).local_lower_steps == 1, "these are exchanges"
 
 
 def test_the_spread_is_the_relative_deviation_of_the_clients(regular: Any) -> None:

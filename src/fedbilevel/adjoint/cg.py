@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fedbilevel.adjoint.base import Adjoint, Loop, Product, Solved, damped
-from fedbilevel.number import whole
+from fedbilevel.number import check_count, check_not_negative, whole
 from fedbilevel.tree import PyTree, add, dot, scale, step, where, zeros_like
 
 
@@ -29,6 +29,10 @@ class ConjugateGradients(Adjoint):
 
     terms: int = eqx.field(static=True, converter=whole)
     damping: Any = 0.0
+
+    def __check_init__(self) -> None:
+        check_count("terms", self.terms)
+        check_not_negative(self, "damping")
 
     @property
     def one_operator(self) -> bool:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from fedbilevel.adjoint.base import Adjoint, Loop, Product, Solved, damped
 from fedbilevel.draw import below
-from fedbilevel.number import whole
+from fedbilevel.number import check_count, check_not_negative, check_positive, whole
 from fedbilevel.tree import PyTree, add, norm, scale, step
 
 
@@ -37,8 +37,9 @@ class Neumann(Adjoint):
     damping: Any = 0.0
 
     def __check_init__(self) -> None:
-        if self.terms < 1:
-            raise ValueError(f"terms is {self.terms}; the series needs at least one term")
+        check_count("terms", self.terms)
+        check_positive(self, "smoothness")
+        check_not_negative(self, "damping")
 
     @property
     def one_operator(self) -> bool:

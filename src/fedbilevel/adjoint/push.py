@@ -22,7 +22,7 @@ from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.network import Links, Network, Reversed
 from fedbilevel.fed.network_check import check_both_ways, check_undirected
 from fedbilevel.fed.place import At
-from fedbilevel.number import check_not_negative, check_shares, known_number, whole
+from fedbilevel.number import check_count, check_not_negative, check_shares, known_number, whole
 
 Matrix = npt.NDArray[Any]
 
@@ -103,8 +103,7 @@ class PushAdjoint(eqx.Module):
     damping: Any = None
 
     def __check_init__(self) -> None:
-        if type(self.terms) is not int or self.terms < 0:
-            raise ValueError(f"terms is {self.terms!r}; it must be a whole number of at least 0")
+        check_count("terms", self.terms, least=0)
         check_shares(self, "alpha", "beta")
         if self.damping is not None:
             check_not_negative(self, "damping")

@@ -18,9 +18,9 @@ from fedbilevel.fed.place import At
 from fedbilevel.fed.program import Program
 from fedbilevel.local.descent import Descent
 from fedbilevel.local.gradients import Assemble, Curvature, UpperGradient
-from fedbilevel.local.work import Amount, Work, amount, check_amounts, check_count
+from fedbilevel.local.work import Amount, Work, amount, check_amounts, most
 from fedbilevel.name import check_choice
-from fedbilevel.number import whole
+from fedbilevel.number import check_count, whole
 from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree, scale, step
 
@@ -75,6 +75,10 @@ class AggITD(TwoVariables):
         check_amounts(self, "upper_steps", "lower_steps")
         check_count("lower_rounds", self.lower_rounds)
         check_choice("inner", self.inner, ("svrg", "sgd"))
+
+    @property
+    def local_lower_steps(self) -> int:
+        return most(self.lower_steps)
 
     def init(self, fed: Federation, key: jax.Array) -> Variables:
         check_has_y(fed.problem)

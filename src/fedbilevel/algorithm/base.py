@@ -63,6 +63,21 @@ class Algorithm(eqx.Module, Generic[State]):
         """
         return {}
 
+    @property
+    def needs_smoothness(self) -> bool:
+        """Whether ℓ has still to be measured before a bilevel problem can be solved."""
+        return False
+
+    @property
+    def inverts_own_hessians(self) -> bool:
+        """Whether ℓ must bound every client's own Hessian, not only their mean."""
+        return False
+
+    @property
+    def local_lower_steps(self) -> int:
+        """How many steps on y a client makes between two averages: in the theory each is so much shorter."""
+        return 1
+
     def among(self, n: int) -> Any:
         """This algorithm for n clients: with what depends on their number made, and checked."""
         return self

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from fedbilevel.algorithm.base import Algorithm, CannotRunError, Info, check_learns_y, check_tunes_x
-from fedbilevel.algorithm.fedbio import copies
 from fedbilevel.algorithm.sgp import step_keys
 from fedbilevel.fed.cohort import Cohort
 from fedbilevel.fed.federation import Federation
@@ -26,7 +25,7 @@ from fedbilevel.local.correction import Correction, ExactDiffusion, Received, Se
 from fedbilevel.local.field import GlobalField, Values
 from fedbilevel.number import known_number
 from fedbilevel.schedule import Rate, Schedule, rate
-from fedbilevel.tree import PyTree, zeros_like
+from fedbilevel.tree import PyTree, copies, zeros_like
 
 CORRECTIONS: dict[str | None, Correction] = {
     None: Uncorrected(),

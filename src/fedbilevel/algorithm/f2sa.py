@@ -12,7 +12,7 @@ from fedbilevel.algorithm.base import Algorithm, Info, check_lengths
 from fedbilevel.fed.federation import Federation
 from fedbilevel.local.field import Ownership, PenaltyField
 from fedbilevel.local.field_steps import FieldSteps
-from fedbilevel.local.work import Amount, amount, check_amounts
+from fedbilevel.local.work import Amount, amount, check_amounts, most
 from fedbilevel.number import known_number, whole
 from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree
@@ -65,6 +65,10 @@ class F2SA(Algorithm[Penalised]):
         check_amounts(self, "sync_every")
         if known_number(self.penalty) == 0:
             raise ValueError("penalty is 0; it must be above 0: it is what makes y solve the lower level")
+
+    @property
+    def local_lower_steps(self) -> int:
+        return most(self.sync_every)
 
     def init(self, fed: Federation, key: jax.Array) -> Penalised:
         check_lengths(self, fed.n)

@@ -6,7 +6,6 @@ from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import jax.random as jr
 
 from fedbilevel.adjoint.neumann import Neumann
@@ -16,10 +15,10 @@ from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.place import At, Kept
 from fedbilevel.local.field import Field, GlobalField, LocalField, Ownership, Values
 from fedbilevel.local.field_steps import FieldSteps
-from fedbilevel.local.work import Amount, amount, check_amounts, check_count
-from fedbilevel.number import whole
+from fedbilevel.local.work import Amount, amount, check_amounts, most
+from fedbilevel.number import check_count, whole
 from fedbilevel.schedule import Rate, rate
-from fedbilevel.tree import PyTree, zeros_like
+from fedbilevel.tree import PyTree, copies, zeros_like
 
 Lower = Literal["global", "local"]
 Upper = Literal["shared", "own"]
@@ -74,6 +73,10 @@ class FedBiO(Algorithm[FieldState]):
 
     def __check_init__(self) -> None:
         check_field_settings(self)
+
+    @property
+    def local_lower_steps(self) -> int:
+        return most(self.sync_every)
 
     def init(self, fed: Federation, key: jax.Array) -> FieldState:
         return first_variables(self, fed)
@@ -137,11 +140,6 @@ def first_variables(method: Any, fed: Federation) -> FieldState:
     x, y = fed.problem.constraint(fed.problem.x0), fed.problem.y0
     shared, own = ownership(method).parted((x, y, zeros_like(y)) if method.lower == "global" else (x, y))
     return FieldState(shared, tuple(fed.keep(copies(value, fed.n)) for value in own))
-
-
-def copies(tree: PyTree, n: int) -> PyTree:
-    """One row for each of n clients."""
-    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (n, *jnp.shape(leaf))), tree)
 
 
 def placed(cohort: Cohort, whose: Ownership, state: FieldState, label: str) -> tuple[At, ...]:

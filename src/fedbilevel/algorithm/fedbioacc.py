@@ -16,7 +16,6 @@ from fedbilevel.algorithm.fedbio import (
     Lower,
     Upper,
     check_field_settings,
-    copies,
     field_of,
     first_variables,
     kept,
@@ -28,10 +27,10 @@ from fedbilevel.fed.cohort import Cohort
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.place import At, Kept, map_kept
 from fedbilevel.local.storm import FirstMomenta, Storm, StormMomenta, StormSteps
-from fedbilevel.local.work import Amount, amount, check_count
-from fedbilevel.number import check_not_negative, whole
+from fedbilevel.local.work import Amount, amount, most
+from fedbilevel.number import check_count, check_not_negative, whole
 from fedbilevel.schedule import Rate, rate
-from fedbilevel.tree import PyTree, zeros_like
+from fedbilevel.tree import PyTree, copies, zeros_like
 
 
 class StormState(NamedTuple):
@@ -140,6 +139,10 @@ class FedBiOAcc(Algorithm[StormState]):
         return cls(*steps, sync_every=sync_every, **rules | options)
 
     # ---------------------------------------------------------------- a step
+
+    @property
+    def local_lower_steps(self) -> int:
+        return most(self.sync_every)
 
     def init(self, fed: Federation, key: jax.Array) -> StormState:
         variables = first_variables(self, fed)

@@ -15,7 +15,7 @@ from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.place import At
 from fedbilevel.local.field import Field, GlobalField, Values
 from fedbilevel.local.field_steps import AnchoredSteps, Directions
-from fedbilevel.local.work import Amount, amount, check_amounts
+from fedbilevel.local.work import Amount, amount, check_amounts, most
 from fedbilevel.number import check_shares, whole
 from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree, add, scale, zeros_like
@@ -76,6 +76,10 @@ class FedMSA(Algorithm[Anchored]):
         check_amounts(self, "sync_every")
         if self.renew is not None:
             check_shares(self, "renew")
+
+    @property
+    def local_lower_steps(self) -> int:
+        return most(self.sync_every)
 
     def init(self, fed: Federation, key: jax.Array) -> Anchored:
         check_lengths(self, fed.n)

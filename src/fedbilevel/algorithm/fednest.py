@@ -20,9 +20,9 @@ from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.place import At
 from fedbilevel.local.descent import Both, Descent, HyperDescent
 from fedbilevel.local.gradients import Assemble, OwnHypergradient
-from fedbilevel.local.work import Amount, Work, amount, check_amounts, check_count
+from fedbilevel.local.work import Amount, Work, amount, check_amounts, most
 from fedbilevel.name import check_choice
-from fedbilevel.number import check_not_negative, whole
+from fedbilevel.number import check_count, check_not_negative, whole
 from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree
 
@@ -214,13 +214,15 @@ class FedNest(TwoVariables):
 
     @property
     def needs_smoothness(self) -> bool:
-        """Whether ℓ has still to be measured before a bilevel problem can be solved."""
         return isinstance(self.smoothness, str) and self.series not in ("cg", "none")
 
     @property
     def inverts_own_hessians(self) -> bool:
-        """Whether ℓ must bound every client's own Hessian, not only their mean."""
         return self.outer == "local" or self.series == "chains"
+
+    @property
+    def local_lower_steps(self) -> int:
+        return most(self.lower_steps)
 
     def _descent(self, level: Literal["upper", "lower"]) -> Descent:
         return Descent(getattr(self, f"{level}_lr"), self._work(level))

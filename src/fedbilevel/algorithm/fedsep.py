@@ -13,7 +13,6 @@ import jax.random as jr
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from fedbilevel.algorithm.base import Algorithm, Info, check_has_y, check_lengths
-from fedbilevel.algorithm.fedbio import copies
 from fedbilevel.data.clients import Clients
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.loop import branch
@@ -27,7 +26,7 @@ from fedbilevel.number import whole
 from fedbilevel.problem.base import Problem, ProblemError, objective
 from fedbilevel.problem.oracle import Client
 from fedbilevel.schedule import rate
-from fedbilevel.tree import PyTree, add, scale, sub
+from fedbilevel.tree import PyTree, add, copies, scale, sub
 
 
 class Separated(NamedTuple):

@@ -24,8 +24,7 @@ from fedbilevel.local.trajectory import (
     SteppedTangents,
     ThroughTangents,
 )
-from fedbilevel.local.work import check_count
-from fedbilevel.number import whole
+from fedbilevel.number import check_count, whole
 from fedbilevel.tree import scale
 
 

@@ -34,8 +34,7 @@ from fedbilevel.local.tracking import (
     Slope,
     Tracked,
 )
-from fedbilevel.local.work import check_count
-from fedbilevel.number import whole
+from fedbilevel.number import check_count, whole
 from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree, zeros_like
 

@@ -14,7 +14,6 @@ import jax.random as jr
 from fedbilevel.adjoint.backward import When
 from fedbilevel.adjoint.push import HGP, VRHGP, Equilibrium, PushAdjoint, growth, receiving_weights
 from fedbilevel.algorithm.base import Algorithm, Info, check_tunes_x
-from fedbilevel.algorithm.fedbio import copies
 from fedbilevel.algorithm.sgp import Lower, PushSum, first_lower, rates_of_steps
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.network import Links, Network
@@ -23,11 +22,10 @@ from fedbilevel.fed.place import At, Kept
 from fedbilevel.fed.program import Program
 from fedbilevel.local.optimizer import Adam, Optimizer, optimizer
 from fedbilevel.local.push_sum import Displaced, ReceivingWeights, Restart
-from fedbilevel.local.work import check_count
-from fedbilevel.number import whole
+from fedbilevel.number import check_count, whole
 from fedbilevel.problem.oracle import Client
 from fedbilevel.schedule import Rate, rate, rate_if_given
-from fedbilevel.tree import PyTree, scale
+from fedbilevel.tree import PyTree, copies, scale
 
 
 class Upper(NamedTuple):

@@ -11,15 +11,14 @@ import jax.random as jr
 
 from fedbilevel.adjoint.backward import When
 from fedbilevel.algorithm.base import Algorithm, Info, check_learns_y
-from fedbilevel.algorithm.fedbio import copies
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.network import Links
 from fedbilevel.fed.network_check import check_all_answer, check_links, check_push_sum
 from fedbilevel.fed.place import At, Kept
 from fedbilevel.local.push_sum import Debiased, Noted, Stepped, Weighted
-from fedbilevel.local.work import check_count
+from fedbilevel.number import check_count
 from fedbilevel.schedule import Rate, rate
-from fedbilevel.tree import PyTree
+from fedbilevel.tree import PyTree, copies
 
 
 class Pushed(NamedTuple):

@@ -13,7 +13,7 @@ from fedbilevel.algorithm.base import Algorithm, Info, check_lengths, decides
 from fedbilevel.fed.federation import Federation
 from fedbilevel.local.field import GlobalField
 from fedbilevel.local.field_steps import SummedSteps
-from fedbilevel.local.work import Amount, amount, check_amounts
+from fedbilevel.local.work import Amount, amount, check_amounts, most
 from fedbilevel.number import check_positive, check_shares, whole
 from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree, norm, scale, step, zeros_like
@@ -76,6 +76,10 @@ class SimFBO(Algorithm[Tracked]):
         check_shares(self, "discount")
         if self.radius is not None:
             check_positive(self, "radius")
+
+    @property
+    def local_lower_steps(self) -> int:
+        return most(self.sync_every)
 
     def init(self, fed: Federation, key: jax.Array) -> Tracked:
         check_lengths(self, fed.n)

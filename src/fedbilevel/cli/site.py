@@ -100,7 +100,7 @@ def _configurations(plan: Plan) -> list[dict[str, Any]]:
     problem, clients, algorithm, *_ = build(plan)
     algorithm = algorithm.among(clients.n).on(problem)
     probes = Evaluator(problem, plan.config.get("measure", ())).probes
-    before = [CurvatureProbe(), OwnCurvatureProbe()] if getattr(algorithm, "needs_smoothness", False) else []
+    before = [CurvatureProbe(), OwnCurvatureProbe()] if algorithm.needs_smoothness else []
     return [agreed_parts(problem, algorithm, probes), *(agreed_parts(problem, probe, ()) for probe in before)]
 
 

@@ -130,7 +130,7 @@ def diagnose(
         algorithm: if it has a `hypergradient` (FedNest and its variants do), its error is measured.
         tolerance: relative accuracy that the suggested numbers of terms should reach.
         iterations: of the Lanczos process and of conjugate gradients.
-        engine: "simulator", "process", or an engine object.
+        engine: "simulator", "process", "mesh", or an engine object.
         seed: of the random directions.
     """
     if problem.structure == "single_level":
@@ -148,16 +148,10 @@ def diagnose(
         deep = _hypergradient(ask, clients, iterations, damping, algorithm)
     found = _diagnosis(ends, spread, damping, deep, tolerance, ask.ledger)
     return dataclasses.replace(
-        found, lower_lr=found.lower_lr / _local_steps(algorithm), no_means=point.no_means(clients)
+        found,
+        lower_lr=found.lower_lr / (1 if algorithm is None else algorithm.local_lower_steps),
+        no_means=point.no_means(clients),
     )
-
-
-def _local_steps(algorithm: Any) -> int:
-    """How often a client steps between two averages: a step is that much shorter in the theory."""
-    if not hasattr(algorithm, "lower_rounds"):  # of others, lower_steps are no local steps
-        return 1
-    steps = algorithm.lower_steps
-    return max(steps) if isinstance(steps, tuple) else int(steps or 1)
 
 
 def _hypergradient(

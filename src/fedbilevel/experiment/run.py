@@ -114,7 +114,7 @@ def ready(
     """The algorithm for these clients and this problem, its measured smoothness, and what has been spent."""
     spent, algorithm = Ledger() if start is None else start.ledger, algorithm.among(clients.n).on(problem)
     smoothness = None if start is None else start.smoothness
-    if not (getattr(algorithm, "needs_smoothness", False) and problem.structure == "bilevel"):
+    if not (algorithm.needs_smoothness and problem.structure == "bilevel"):
         return algorithm, smoothness, spent
     if smoothness is None:
         smoothness, cost = measured_smoothness(engine, problem, clients, seed, algorithm)

@@ -89,7 +89,7 @@ def _measures_each(factory: Factory, method: Any) -> bool:
     """Whether every client says how smooth its own g is (`OwnCurvatureProbe`), unless a number is given."""
     smoothness = parameters(factory).get("smoothness")
     measured = smoothness is not None and smoothness.default == "auto"
-    return measured and bool(getattr(method, "inverts_own_hessians", False))
+    return measured and method.inverts_own_hessians
 
 
 def _example(factory: Factory) -> Algorithm[Any]:

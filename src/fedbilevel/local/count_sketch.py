@@ -14,8 +14,7 @@ from jaxtyping import Array, Float, Int8, Int32
 
 from fedbilevel.draw import below
 from fedbilevel.local.sketch import Sketch
-from fedbilevel.local.work import check_count
-from fedbilevel.number import whole
+from fedbilevel.number import check_count, whole
 from fedbilevel.tree import PyTree
 
 

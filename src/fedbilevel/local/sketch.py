@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Float
 
-from fedbilevel.local.work import check_count
-from fedbilevel.number import whole
+from fedbilevel.number import check_count, whole
 from fedbilevel.tree import PyTree
 
 _BLOCK = 2**20

@@ -14,9 +14,8 @@ from fedbilevel.local.count_sketch import SparseJL
 from fedbilevel.local.decode import STARTS, Decoder
 from fedbilevel.local.lasso import METHODS, active_set, lasso, lasso_adjoint, least_squares
 from fedbilevel.local.sketch import SRHT, Gaussian, Operator, Sketch
-from fedbilevel.local.work import check_count
 from fedbilevel.name import check_choice
-from fedbilevel.number import check_not_negative, check_positive, whole
+from fedbilevel.number import check_count, check_not_negative, check_positive, whole
 from fedbilevel.problem.base import Problem
 from fedbilevel.problem.oracle import Client
 from fedbilevel.tree import PyTree, size

@@ -19,9 +19,8 @@ from fedbilevel.local.decode import Decoded, Decoder
 from fedbilevel.local.mask_net import MaskNet
 from fedbilevel.local.narrow import Narrow
 from fedbilevel.local.optimizer import Named
-from fedbilevel.local.work import check_count
 from fedbilevel.name import check_choice
-from fedbilevel.number import check_not_negative, check_positive, whole
+from fedbilevel.number import check_count, check_not_negative, check_positive, whole
 from fedbilevel.problem.base import Problem, ProblemError, objective
 from fedbilevel.problem.oracle import Client
 from fedbilevel.problem.submodel import (

@@ -13,6 +13,7 @@ import numpy as np
 
 from fedbilevel.data.batches import Batch
 from fedbilevel.fed.loop import repeat
+from fedbilevel.number import check_count
 from fedbilevel.problem.oracle import Client
 from fedbilevel.tree import PyTree
 
@@ -84,17 +85,16 @@ def of_client(amount: Amount, id: Any) -> Any:
     return amount if isinstance(amount, int) else jnp.asarray(amount, jnp.int32)[id]
 
 
+def most(amount: Amount) -> int:
+    """The largest number of a client."""
+    return amount if isinstance(amount, int) else max(amount)
+
+
 def amount(value: Any) -> Any:
     """A setting as an `Amount`: lists and vectors of whole numbers become tuples, which are hashable."""
     if isinstance(value, list | tuple | np.ndarray):
         return tuple(int(number) if isinstance(number, np.integer) else number for number in value)
     return int(value) if isinstance(value, np.integer) else value
-
-
-def check_count(name: str, value: Any) -> None:
-    """Raise an error that explains unless `value` is a whole number of at least 1."""
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
 
 
 def check_amounts(settings: Any, *names: str) -> None:

@@ -7,8 +7,9 @@ import jax
 import jax.random as jr
 
 from fedbilevel.name import check_choice
+from fedbilevel.number import check_count
 from fedbilevel.problem.base import ProblemError
-from fedbilevel.problem.convolution import check_count, image_shape
+from fedbilevel.problem.convolution import image_shape
 from fedbilevel.problem.image import pool
 from fedbilevel.problem.model import Dense, Shape
 from fedbilevel.problem.scaled import NORMS, ScaledConvolution
@@ -54,7 +55,7 @@ class FourLayerCNN(Sliceable):
     scaled: bool = eqx.field(static=True, default=True)
 
     def __check_init__(self) -> None:
-        check_count(self.outputs, "outputs")
+        check_count("outputs", self.outputs)
         held(self.filters, self.width)
         check_choice("norm", self.norm, NORMS)
         if self.pooled not in range(4):

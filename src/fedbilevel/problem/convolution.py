@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 
+from fedbilevel.number import check_count
 from fedbilevel.problem.base import ProblemError
 from fedbilevel.problem.image import convolve, first_kernel, group_norm, pool
 from fedbilevel.problem.model import Chain, Dense, Model, Shape
@@ -53,7 +53,7 @@ class ConvNet(Model):
         if not self.filters:
             raise ValueError("filters is empty; give the channels of every layer, for example (32, 32)")
         for count in (*self.filters, self.groups):
-            check_count(count, "a number of channels or groups")
+            check_count("a number of channels or groups", count)
         odd = [count for count in self.filters if count % self.groups]
         if odd:
             raise ValueError(
@@ -99,8 +99,8 @@ class PooledConvolution(Model):
     kernel: int = eqx.field(static=True)
 
     def __check_init__(self) -> None:
-        check_count(self.filters, "a number of filters")
-        check_count(self.kernel, "the size of a kernel")
+        check_count("a number of filters", self.filters)
+        check_count("the size of a kernel", self.kernel)
         if self.kernel % 2 == 0:
             raise ValueError(f"the size of a kernel is {self.kernel}; it must be odd, such as 3 or 5")
 
@@ -165,12 +165,6 @@ def image_shape(shape: Shape, model: str) -> tuple[int, int, int]:
             f"a sample has the shape {shape}; a {model} needs images of shape (height, width, channels)"
         )
     return shape[0], shape[1], shape[2]
-
-
-def check_count(count: Any, what: str) -> None:
-    """Raise an error that explains unless a setting is a whole number of at least 1."""
-    if type(count) is not int or count < 1:
-        raise ValueError(f"{what} is {count!r}; it must be a whole number of at least 1")
 
 
 def _first_layer(key: jax.Array, kernel: int, channels: int, filters: int) -> dict[str, jax.Array]:

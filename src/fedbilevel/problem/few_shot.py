@@ -22,6 +22,7 @@ from fedbilevel.data.clients import Clients
 from fedbilevel.data.dataset import Dataset, Table
 from fedbilevel.data.error import DataError
 from fedbilevel.data.source import load
+from fedbilevel.number import check_count
 from fedbilevel.problem.accuracy import Accuracy, CrossEntropy
 from fedbilevel.problem.base import Problem, ProblemError
 from fedbilevel.problem.loss_tuning import OfModel
@@ -233,5 +234,4 @@ def _tasks(columns: Table, drawn: list[Labels], size: Size) -> Tasks:
 
 def _check_counts(**counts: int) -> None:
     for name, count in counts.items():
-        if type(count) is not int or count < 1:
-            raise ProblemError(f"{name} is {count!r}; it must be a whole number of at least 1")
+        check_count(name, count, error=ProblemError)

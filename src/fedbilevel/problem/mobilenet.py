@@ -14,7 +14,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from fedbilevel.problem.convolution import check_count, image_shape, with_head
+from fedbilevel.number import check_count
+from fedbilevel.problem.convolution import image_shape, with_head
 from fedbilevel.problem.image import convolve, convolve_depthwise, first_kernel, group_norm
 from fedbilevel.problem.model import Chain, Model, Shape
 from fedbilevel.tree import PyTree
@@ -164,7 +165,7 @@ def _channels(count: int, width: float) -> int:
 def _check(width: Any, stages: Stages, features: int, groups: int) -> None:
     if not width > 0:
         raise ValueError(f"width is {width!r}; it must be a factor above 0")
-    check_count(features, "features")
+    check_count("features", features)
     if groups not in (1, 2, 4, 8) or features % groups:
         raise ValueError(
             f"groups is {groups!r} and features is {features}; groups must divide the features and all "
@@ -178,6 +179,6 @@ def _check_stage(stage: Sequence[int]) -> None:
     if len(stage) != 4:
         raise ValueError(f"a stage is {stage!r}; it must be (expansion, channels, blocks, stride)")
     for count in stage:
-        check_count(count, f"a number of the stage {tuple(stage)}")
+        check_count(f"a number of the stage {tuple(stage)}", count)
     if stage[3] > 2:
         raise ValueError(f"the stride of the stage {tuple(stage)} is {stage[3]}; it must be 1 or 2")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import equinox as eqx
 import jax
@@ -18,6 +18,7 @@ import jax.random as jr
 import numpy as np
 
 from fedbilevel.name import check_choice
+from fedbilevel.number import check_count
 from fedbilevel.tree import PyTree
 
 Shape: TypeAlias = tuple[int, ...]
@@ -67,7 +68,7 @@ class Dense(Model):
     activation: str = eqx.field(static=True, default="identity")
 
     def __check_init__(self) -> None:
-        _check_width(self.outputs)
+        check_count("the width of a layer", self.outputs)
         check_choice("the activation", self.activation, _ACTIVATIONS)
 
     def init(self, key: jax.Array, input_shape: Shape) -> tuple[PyTree, Shape]:
@@ -123,8 +124,3 @@ def MLP(sizes: Sequence[int], activation: str = "relu", output_activation: str =
 def Linear(outputs: int) -> Dense:
     """A linear head: one `Dense` layer without activation."""
     return Dense(outputs)
-
-
-def _check_width(width: Any) -> None:
-    if type(width) is not int or width < 1:
-        raise ValueError(f"the width of a layer is {width!r}; it must be a whole number of at least 1")

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 
+from fedbilevel.number import check_count
 from fedbilevel.problem.accuracy import Accuracy, CrossEntropy, check_classes, table
 from fedbilevel.problem.base import Problem, ProblemError
 from fedbilevel.problem.loss_tuning import OfModel
@@ -252,8 +253,7 @@ def _drawn(model: Model, inputs: Shape, classes: int, seed: int) -> PyTree:
 
 def _stacked(model: Model, inputs: Shape, classes: int, models: int, seed: int) -> PyTree:
     """Parameters of several models, each drawn for itself, with a leading axis of models."""
-    if type(models) is not int or models < 1:
-        raise ProblemError(f"models is {models!r}; it must be a whole number of at least 1")
+    check_count("models", models, error=ProblemError)
     drawn = [model.init(key, inputs) for key in jr.split(jr.key(seed), models)]
     check_classes(drawn[0][1], classes, "model")
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *(parameters for parameters, _ in drawn))

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import jax.random as jr
 from jaxtyping import Array, Float, Integer
 
+from fedbilevel.number import check_count
 from fedbilevel.problem.base import ProblemError
-from fedbilevel.problem.convolution import check_count
 from fedbilevel.problem.model import Dense, Model, Shape
 from fedbilevel.tree import PyTree
 
@@ -53,7 +53,7 @@ class CharLSTM(Model):
 
     def __check_init__(self) -> None:
         for name in ("vocabulary", "embedding", "hidden", "layers"):
-            check_count(getattr(self, name), name)
+            check_count(name, getattr(self, name))
 
     def init(self, key: jax.Array, input_shape: Shape) -> tuple[PyTree, Shape]:
         if len(input_shape) != 1:

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import jax.random as jr
 
 from fedbilevel.name import check_choice
-from fedbilevel.problem.convolution import check_count, image_shape
+from fedbilevel.number import check_count
+from fedbilevel.problem.convolution import image_shape
 from fedbilevel.problem.model import Dense, Shape
 from fedbilevel.problem.scaled import NORMS, ScaledConvolution
 from fedbilevel.problem.submodel import Sliceable, held
@@ -99,7 +100,7 @@ class ResNet(Sliceable):
         if self.stride not in (1, 2):
             raise ValueError(f"stride is {self.stride!r}; it must be 1 or 2")
         for count in (self.outputs, *self.channels, *self.blocks):
-            check_count(count, "a number of outputs, channels or blocks")
+            check_count("a number of outputs, channels or blocks", count)
         if not self.channels or len(self.channels) != len(self.blocks):
             raise ValueError(
                 f"there are {len(self.channels)} numbers of channels and {len(self.blocks)} of blocks; "

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 
-from fedbilevel.problem.convolution import check_count
+from fedbilevel.number import check_count
 from fedbilevel.problem.model import Dense, Shape
 from fedbilevel.problem.submodel import WHOLE, Sliceable, held
 from fedbilevel.tree import PyTree
@@ -45,7 +45,7 @@ class SlicedMLP(Sliceable):
     def __check_init__(self) -> None:
         held(1, self.width)
         for count in self.sizes:
-            check_count(count, "a number of units")
+            check_count("a number of units", count)
         if len(self.sizes) < 2:
             raise ValueError(f"sizes is {self.sizes}; it must have a hidden layer, and the outputs")
 

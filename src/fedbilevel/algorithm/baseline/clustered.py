@@ -11,7 +11,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from fedbilevel.algorithm.base import Algorithm, Info, check_lengths, with_server
 from fedbilevel.algorithm.baseline.local import first_own
-from fedbilevel.algorithm.fedbio import copies
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.links import Complete, Links
 from fedbilevel.fed.place import Kept
@@ -21,7 +20,7 @@ from fedbilevel.local.work import Amount, Work, amount, check_amounts
 from fedbilevel.number import check_not_negative
 from fedbilevel.problem.oracle import Client
 from fedbilevel.schedule import Rate, rate
-from fedbilevel.tree import PyTree, add, sub
+from fedbilevel.tree import PyTree, add, copies, sub
 
 
 class Clustered(NamedTuple):

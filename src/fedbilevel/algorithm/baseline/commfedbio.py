@@ -10,18 +10,17 @@ import jax.random as jr
 
 from fedbilevel.algorithm.base import Algorithm, Info, check_lengths
 from fedbilevel.algorithm.exchange import Point
-from fedbilevel.algorithm.fedbio import copies
 from fedbilevel.fed.codec import TopK, check_entries
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.place import Kept
 from fedbilevel.fed.program import Program
 from fedbilevel.local.descent import Descent
 from fedbilevel.local.gradients import Assemble
-from fedbilevel.local.work import Amount, Work, amount, check_amounts, check_count
-from fedbilevel.number import whole
+from fedbilevel.local.work import Amount, Work, amount, check_amounts, most
+from fedbilevel.number import check_count, whole
 from fedbilevel.problem.oracle import Client
 from fedbilevel.schedule import Rate, rate
-from fedbilevel.tree import PyTree, step, sub, zeros_like
+from fedbilevel.tree import PyTree, copies, step, sub, zeros_like
 
 
 class AdjointGap(Program):
@@ -82,6 +81,10 @@ class CommFedBiO(Algorithm[Compressed]):
         check_count("terms", self.terms)
         check_entries(self.topk)
         check_amounts(self, "lower_steps")
+
+    @property
+    def local_lower_steps(self) -> int:
+        return most(self.lower_steps)
 
     def init(self, fed: Federation, key: jax.Array) -> Compressed:
         check_lengths(self, fed.n)

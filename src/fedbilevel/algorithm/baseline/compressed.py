@@ -12,7 +12,6 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float
 
 from fedbilevel.algorithm.base import Algorithm, Info, check_learns_y, check_lengths
-from fedbilevel.algorithm.fedbio import copies
 from fedbilevel.fed.codec import Codec, TopK, check_entries
 from fedbilevel.fed.compress import Quantized, RandomK, check_bits
 from fedbilevel.fed.federation import Federation
@@ -21,12 +20,12 @@ from fedbilevel.fed.program import Program
 from fedbilevel.local.count_sketch import CountSketch
 from fedbilevel.local.learn import Learn
 from fedbilevel.local.optimizer import SGD, Optimizer, optimizer
-from fedbilevel.local.work import Amount, amount, check_amounts, check_count
+from fedbilevel.local.work import Amount, amount, check_amounts
 from fedbilevel.name import check_choice
-from fedbilevel.number import check_not_negative, whole
+from fedbilevel.number import check_count, check_not_negative, whole
 from fedbilevel.problem.oracle import Client
 from fedbilevel.schedule import Rate, rate
-from fedbilevel.tree import PyTree, add, scale, size, sub, zeros_like
+from fedbilevel.tree import PyTree, add, copies, scale, size, sub, zeros_like
 
 CODECS = ("none", "topk", "random", "quantized")
 """How a change of the model may be written."""

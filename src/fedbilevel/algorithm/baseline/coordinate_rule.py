@@ -18,7 +18,6 @@ import jax.random as jr
 import numpy as np
 
 from fedbilevel.algorithm.baseline.mask_rule import MaskRule, Parts, Share, Train
-from fedbilevel.algorithm.fedbio import copies
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.place import Kept
 from fedbilevel.fed.program import Program
@@ -27,7 +26,7 @@ from fedbilevel.number import check_shares, whole
 from fedbilevel.problem.oracle import Client
 from fedbilevel.problem.submodel import Kernels
 from fedbilevel.selection import best
-from fedbilevel.tree import PyTree, normal_like, times, where, zeros_like
+from fedbilevel.tree import PyTree, copies, normal_like, times, where, zeros_like
 
 
 def budget(kernels: Kernels, ratio: float) -> tuple[int, ...]:

@@ -15,7 +15,6 @@ from fedbilevel.algorithm.base import Algorithm, Info, check_learns_y, check_len
 from fedbilevel.algorithm.baseline.consensus import Confident, Consensus, MeanLogits, SharpMean
 from fedbilevel.algorithm.baseline.heterogeneous import Heterogeneous
 from fedbilevel.algorithm.baseline.mask_rule import Leading, Train
-from fedbilevel.algorithm.fedbio import copies
 from fedbilevel.data.clients import Clients
 from fedbilevel.fed.codec import Partial
 from fedbilevel.fed.cohort import Cohort
@@ -24,15 +23,15 @@ from fedbilevel.fed.loop import repeat
 from fedbilevel.fed.place import Kept
 from fedbilevel.fed.program import Program
 from fedbilevel.local.optimizer import Optimizer, optimizer
-from fedbilevel.local.work import Amount, amount, check_amounts, check_count
+from fedbilevel.local.work import Amount, amount, check_amounts
 from fedbilevel.name import check_choice
-from fedbilevel.number import whole
+from fedbilevel.number import check_count, whole
 from fedbilevel.problem.accuracy import Classifier, CrossEntropy
 from fedbilevel.problem.base import Problem, ProblemError
 from fedbilevel.problem.classification import InBlocks
 from fedbilevel.problem.oracle import Client
 from fedbilevel.problem.submodel import Kernels, Ratios, ratios_setting
-from fedbilevel.tree import PyTree, times
+from fedbilevel.tree import PyTree, copies, times
 
 
 def _samples(public: Any) -> Any:

@@ -15,8 +15,8 @@ from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.links import Complete, Links
 from fedbilevel.fed.place import Kept
 from fedbilevel.local.descent import Descent
-from fedbilevel.local.work import Amount, Work, amount, check_amounts, check_count
-from fedbilevel.number import whole
+from fedbilevel.local.work import Amount, Work, amount, check_amounts
+from fedbilevel.number import check_count, whole
 from fedbilevel.schedule import Rate, rate, rate_if_given
 from fedbilevel.tree import PyTree
 

@@ -26,8 +26,8 @@ from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.place import Kept
 from fedbilevel.local.learn import Learn
 from fedbilevel.local.optimizer import Optimizer, optimizer
-from fedbilevel.local.work import Amount, amount, check_amounts, check_count
-from fedbilevel.number import whole
+from fedbilevel.local.work import Amount, amount, check_amounts
+from fedbilevel.number import check_count, whole
 from fedbilevel.problem.base import Problem
 from fedbilevel.problem.submodel import Kernels, Ratios, described, kernels_in, ratios_setting, widths
 from fedbilevel.tree import PyTree

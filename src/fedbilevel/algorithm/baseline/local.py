@@ -8,13 +8,12 @@ import equinox as eqx
 import jax
 
 from fedbilevel.algorithm.base import Algorithm, Info, check_learns_y, check_lengths
-from fedbilevel.algorithm.fedbio import copies
 from fedbilevel.fed.federation import Federation
 from fedbilevel.fed.place import Kept
 from fedbilevel.local.descent import Descent
 from fedbilevel.local.work import Amount, Work, amount, check_amounts
 from fedbilevel.schedule import Rate, rate
-from fedbilevel.tree import PyTree
+from fedbilevel.tree import PyTree, copies
 
 
 class Own(NamedTuple):

@@ -16,8 +16,8 @@ from fedbilevel.fed.links import Complete, Links
 from fedbilevel.fed.loop import repeat
 from fedbilevel.fed.place import Kept
 from fedbilevel.fed.program import Program
-from fedbilevel.local.work import Amount, Work, amount, check_amounts, check_count
-from fedbilevel.number import check_not_negative, whole
+from fedbilevel.local.work import Amount, Work, amount, check_amounts
+from fedbilevel.number import check_count, check_not_negative, whole
 from fedbilevel.problem.oracle import Client
 from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree, add, scale, step, sub
