@@ -48,7 +48,13 @@ def fastest_mixing(graph: Matrix) -> Matrix:
     n = len(graph)
     weights = cvxpy.Variable((n, n), symmetric=True)
     rules = [weights >= 0, cvxpy.sum(weights, axis=1) == 1, weights[~graph] == 0]
-    cvxpy.Problem(cvxpy.Minimize(cvxpy.sigma_max(weights - np.full((n, n), 1 / n))), rules).solve()
+    program = cvxpy.Problem(cvxpy.Minimize(cvxpy.sigma_max(weights - np.full((n, n), 1 / n))), rules)
+    program.solve()
+    if weights.value is None:
+        raise RuntimeError(
+            f"the solver found no fastest mixing weights for this graph of {n} clients (it says "
+            f'"{program.status}"); take mixing="metropolis"'
+        )
     return feasible(np.asarray(weights.value), graph)
 
 
