@@ -75,7 +75,8 @@ class PFedMe(Algorithm[Moreau]):
             schedule of the step.
         lam: λ; large: all models alike, small: every client by itself.
         inner_steps: K, steps on θ for each step of w_i.
-        outer_lr: η, step size for w_i; `η λ` should not exceed 1.
+        outer_lr: η, step size for w_i; `η λ` should not exceed 1 where R > 1 (with R = 1 it extrapolates,
+            as β does).
         beta: β; 1 is the plain average, more extrapolates.
         steps: R, a number or a tuple with one for each client.
         epochs: shuffled passes over the data in the place of steps.
