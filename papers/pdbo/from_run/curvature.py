@@ -1,6 +1,6 @@
 """PDBO: the curvature of g at every node of a run, which decides whether its series converges.
 
-    python papers/pdbo/curvature.py runs/pdbo/twenty-nodes/pdbo-da-stod/seed-0
+    python papers/pdbo/from_run/curvature.py runs/pdbo/twenty-nodes/pdbo-da-stod/seed-0
 
 Of a run's folder it takes the first checkpoint that is there, and prints the extreme eigenvalues of
 `∇²_yy g_i` on a minibatch of each node, at the node's own (x_i, y_i). Where nodes step after they receive,
@@ -11,18 +11,16 @@ smaller α the growth by large eigenvalues ends, that by negative ones only beco
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 import sys
-import warnings
 
 import jax
 import jax.random as jr
 import numpy as np
+from outer_step import outer_step
 
 import fedbilevel as fb
 from fedbilevel.adjoint.lanczos import Spectrum, Tridiagonal, spectrum
-from fedbilevel.experiment import AdjointWarning
 from fedbilevel.experiment.build import build
 from fedbilevel.experiment.config import plans
 from fedbilevel.local.gradients import OwnCurvature
@@ -49,19 +47,9 @@ def spectra(folder: pathlib.Path) -> list[Spectrum]:
 
 
 def growths(folder: pathlib.Path) -> dict[float, float]:
-    """How much the terms grow, by the step size in their recursion: PDBO steps with a single inner step."""
-    found = {}
-    for share in SHARES:
-        (plan,) = plans(
-            folder / "config.toml", changes={"algorithm.adjoint.terms": TERMS, "algorithm.lower_steps": 1}
-        )
-        built, point = build(plan), fb.load(min(folder.glob("checkpoint-*.npz")))
-        lr = share * float(built.algorithm.at(0).lower_lr[0])
-        method = dataclasses.replace(built.algorithm, adjoint_lr=lr)
-        with warnings.catch_warnings(action="ignore", category=AdjointWarning):
-            result = fb.solve(built.problem, built.clients, method, 1, start=point, engine=built.engine)
-        found[lr] = result.history[-1]["push_growth"]
-    return found
+    """How much longer the last term is than the first, by the step size in the recursion."""
+    steps = [outer_step(folder, TERMS, share) for share in SHARES]
+    return {lr: result.history[-1]["push_growth"] for result, lr in steps}
 
 
 def main(folder: str) -> None:
