@@ -91,3 +91,10 @@ def test_normal_draws_have_the_shapes_of_the_tree_and_differ_between_leaves() ->
     assert not np.array_equal(draws[0], draws[1])
     assert same(draws, tree.normal_like(jr.key(0), like))
     assert tree.normal_like(jr.key(0), ()) == ()
+
+
+def test_inner_products_of_half_precision_do_not_overflow():
+    """300² is no half-precision number."""
+    half = jnp.full(4, 300, jnp.float16)
+    assert float(tree.norm(half)) == 600.0
+    assert tree.norm(jnp.ones(2, jnp.float32)).dtype == jnp.float32

@@ -43,9 +43,16 @@ def step(a: PyTree, factor: Any, direction: PyTree) -> PyTree:
 
 
 def dot(a: PyTree, b: PyTree) -> jax.Array:
-    """Euclidean inner product over all leaves; scalar, 0 for an empty tree."""
-    products = jax.tree.map(lambda p, q: jnp.sum(p * q), a, b)
+    """Euclidean inner product over all leaves; scalar, 0 for an empty tree.
+
+    In single precision at least: squares of ordinary numbers are no half-precision ones.
+    """
+    products = jax.tree.map(lambda p, q: jnp.sum(_wide(p) * _wide(q)), a, b)
     return jnp.asarray(sum(jax.tree.leaves(products), start=jnp.zeros(())))
+
+
+def _wide(leaf: Any) -> jax.Array:
+    return jnp.asarray(leaf, jnp.promote_types(jnp.result_type(leaf), jnp.float32))
 
 
 def norm(a: PyTree) -> jax.Array:

@@ -302,7 +302,7 @@ def test_the_derivative_as_if_a_node_had_no_neighbours():
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_damping_is_added_to_every_hessian(when):
-    """It is the hypergradient of the same point with `A_i + δI`; on the random draw of VR-HGP too."""
+    """It is the hypergradient of the same point with `A_i + δI`."""
     q, (point, undamped) = drawn(), known("uneven", when)
     stiff = eqx.tree_at(lambda q: q.A, q, q.A + 0.7 * np.eye(DY))
     truth = exact(stiff, UNEVEN, point, LR, when)

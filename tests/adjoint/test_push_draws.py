@@ -66,17 +66,17 @@ class Round:
         batch = Client(problem(), clients(), node, node, key).batch("lower", key)
         return {name: np.asarray(leaf)[0] for name, leaf in batch.samples.items()}
 
-    def A_hat(self, z, w, when):
+    def A_hat(self, z, w, when, damping=0.0):
         mixed = self.for_u @ z
         q = mixed if when == "before" else z
-        return mixed - LR / w[:, None] * np.einsum("nij,nj->ni", self.H, q)
+        return mixed - LR / w[:, None] * (np.einsum("nij,nj->ni", self.H, q) + damping * q)
 
     def B_hat(self, z, when):
         q = self.for_v @ z if when == "before" else z
         return LR * np.einsum("nij,ni->nj", self.B, q)  # J = −Bᵀ
 
 
-def box(when, alpha, beta, *, independent=False):
+def box(when, alpha, beta, *, independent=False, damping=0.0):
     """The recursion of the paper, line by line."""
     at = point(when)
     c_x, c = (part.reshape(N, -1) for part in starts(drawn(), *at))
@@ -84,8 +84,8 @@ def box(when, alpha, beta, *, independent=False):
     for index in range(ROUNDS):
         now = Round(index, when, independent)
         v = alpha * (v + now.B_hat(u, when)) + (1 - alpha) * now.B_hat(w, when)
-        new = now.A_hat(u, at[2], when)
-        w = beta * (now.A_hat(w, at[2], when) + c) + (1 - beta) * (w + new)
+        new = now.A_hat(u, at[2], when, damping)
+        w = beta * (now.A_hat(w, at[2], when, damping) + c) + (1 - beta) * (w + new)
         u = new
     return v + c_x
 
@@ -119,4 +119,11 @@ def test_hgp_is_the_recursion_with_one_and_zero(when):
 def test_independent_edges_are_other_links_and_batches_for_both_lines(when):
     ours = found(VRHGP(ROUNDS, 0.6, 0.3, edges="independent"), when)
     assert far(ours, box(when, 0.6, 0.3, independent=True)) <= 1e-12
+    assert far(ours, box(when, 0.6, 0.3)) > 1e-4
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_damping_is_part_of_every_factor(when):
+    ours = found(VRHGP(ROUNDS, 0.6, 0.3, damping=0.7), when)
+    assert far(ours, box(when, 0.6, 0.3, damping=0.7)) <= 1e-12
     assert far(ours, box(when, 0.6, 0.3)) > 1e-4

@@ -95,10 +95,10 @@ def test_no_second_derivatives_are_taken_and_a_step_costs_what_the_docstring_say
 
 
 @pytest.mark.parametrize(
-    ("penalty", "said"), [(0.0, "penalty is 0"), (-1.0, "a step size is -1.0"), ("many", "a step size is")]
+    "penalty", [0.0, -1.0, "many", None, np.float32(-2), float("inf"), float("nan")], ids=str
 )
-def test_a_penalty_is_above_zero(penalty, said):
-    with pytest.raises(ValueError, match=said):
+def test_a_penalty_is_above_zero(penalty):
+    with pytest.raises(ValueError, match=r"penalty is .*; it must be a number above 0, or an optax schedule"):
         F2SA(0.01, 0.1, penalty)
 
 

@@ -236,3 +236,15 @@ def test_the_stationary_error_falls_in_proportion_to_the_number_of_clients():
     errors = [stationary_error(clients) for clients in counts]
     slope, _ = np.polyfit(np.log(counts), np.log(errors), 1)
     assert slope == pytest.approx(-1, abs=0.15)
+
+
+def test_soba_is_fedbio_of_single_steps_and_nothing_else():
+    q = drawn(4, clients=1)
+    ours, theirs = (
+        Running(clients_of(q), make(0.03, 0.08, 0.05)).advance(5).state.shared
+        for make in (fb.SOBA, fb.FedBiO)
+    )
+    for found, expected in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(found, expected)
+    with pytest.raises(TypeError, match="lower"):
+        fb.SOBA(0.03, 0.08, 0.05, lower="local")

@@ -316,3 +316,14 @@ def test_what_is_decided_is_not_offered():
     assert FedMBO.decided == {"series", "outer", "alternate", "residual"}
     with pytest.raises(ValueError, match="chains"):
         fb.LFedNest(0.1, 0.1, series="chains")
+
+
+def test_compositional_problems_need_no_chains_and_have_the_right_weights():
+    """Their Hessian is the identity: one exact exchange, as in FedNest, whatever clients weigh."""
+    known = fb.Composition.random(jax.random.key(2), 4, 2, 3)
+    clients = known.clients(weights=np.array([1.0, 1.0, 1.0, 5.0]))
+    ours, theirs = (
+        fb.solve(known.problem(), clients, make(0.1, 0.5), 4, every=4) for make in (FedMBO, fb.FedNest)
+    )
+    np.testing.assert_allclose(ours.x, theirs.x, rtol=0, atol=1e-13)
+    assert ours.ledger == theirs.ledger

@@ -154,6 +154,7 @@ CASES = {
     "FedMSA": Case(bilevel_batches, lambda: fb.FedMSA(**THREE, sync_every=(1, 3, 2), renew=0.4, cohort=2)),
     "FedGDAGT": Case(minimax, lambda: fb.FedGDAGT(0.02, 0.2, sync_every=3)),
     "F2SA": Case(bilevel_batches, lambda: fb.F2SA(0.01, 0.1, 5.0, sync_every=2)),
+    "SOBA": Case(bilevel_batches, lambda: fb.SOBA(**THREE)),
     "MRBO": Case(bilevel, lambda: fb.MRBO(**THREE, terms=2)),
     "CommFedBiO": Case(
         bilevel_batches,

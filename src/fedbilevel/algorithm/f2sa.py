@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -26,6 +27,18 @@ class Penalised(NamedTuple):
     v: PyTree
 
 
+def _penalty(value: Any) -> Any:
+    """λ as a leaf of the algorithm's tree: a number above zero, or a schedule."""
+    number = known_number(value)
+    later = callable(value) or (number is None and hasattr(value, "shape"))
+    if not later and not (number is not None and 0 < number < math.inf):
+        raise ValueError(
+            f"penalty is {value!r}; it must be a number above 0, or an optax schedule: it is what makes y "
+            "solve the lower level"
+        )
+    return rate(value)
+
+
 class F2SA(Algorithm[Penalised]):
     """Fully first-order: a penalty in the place of second derivatives, federated by local steps.
 
@@ -38,7 +51,8 @@ class F2SA(Algorithm[Penalised]):
 
     and the server averages (x, y, v). No product with a Hessian is taken; all directions are means over
     clients, so with I = 1 there is no drift. The solution is O(1/λ) away from that of the bilevel problem; a
-    λ that grows (an optax schedule) takes it there. Noise in the last line is multiplied by λ.
+    λ that grows (an optax schedule) takes it there. Both terms of g in the last line see one batch: its noise
+    is that of second derivatives times `λ (y − v)`, which stays bounded as λ grows.
 
     Args:
         upper_lr: b, step size for x; a number or an optax schedule of the round.
@@ -57,14 +71,12 @@ class F2SA(Algorithm[Penalised]):
 
     upper_lr: Rate = eqx.field(converter=rate)
     lower_lr: Rate = eqx.field(converter=rate)
-    penalty: Rate = eqx.field(converter=rate)
+    penalty: Rate = eqx.field(converter=_penalty)
     sync_every: Amount = eqx.field(static=True, converter=amount, default=1)
     cohort: int | None = eqx.field(static=True, converter=whole, default=None)
 
     def __check_init__(self) -> None:
         check_amounts(self, "sync_every")
-        if known_number(self.penalty) == 0:
-            raise ValueError("penalty is 0; it must be above 0: it is what makes y solve the lower level")
 
     @property
     def local_lower_steps(self) -> int:

@@ -76,7 +76,7 @@ class FedBiO(Algorithm[FieldState]):
 
     @property
     def local_lower_steps(self) -> int:
-        return most(self.sync_every)
+        return most(self.sync_every) if self.lower == "global" else 1
 
     def init(self, fed: Federation, key: jax.Array) -> FieldState:
         return first_variables(self, fed)

@@ -142,7 +142,7 @@ class FedBiOAcc(Algorithm[StormState]):
 
     @property
     def local_lower_steps(self) -> int:
-        return most(self.sync_every)
+        return most(self.sync_every) if self.lower == "global" else 1
 
     def init(self, fed: Federation, key: jax.Array) -> StormState:
         variables = first_variables(self, fed)

@@ -10,7 +10,7 @@ from fedbilevel.algorithm.base import Info, TwoVariables, Variables, check_minim
 from fedbilevel.algorithm.fedmsa import anchored, common_direction
 from fedbilevel.fed.federation import Federation
 from fedbilevel.local.field import SaddleField
-from fedbilevel.local.work import Amount, amount, check_amounts
+from fedbilevel.local.work import Amount, amount, check_amounts, most
 from fedbilevel.number import whole
 from fedbilevel.schedule import Rate, rate
 
@@ -46,6 +46,10 @@ class FedGDAGT(TwoVariables):
 
     def __check_init__(self) -> None:
         check_amounts(self, "sync_every")
+
+    @property
+    def local_lower_steps(self) -> int:
+        return most(self.sync_every)
 
     def init(self, fed: Federation, key: jax.Array) -> Variables:
         check_minimax(fed.problem, "FedGDAGT")

@@ -16,7 +16,7 @@ from fedbilevel.fed.place import At
 from fedbilevel.local.field import Field, GlobalField, Values
 from fedbilevel.local.field_steps import AnchoredSteps, Directions
 from fedbilevel.local.work import Amount, amount, check_amounts, most
-from fedbilevel.number import check_shares, whole
+from fedbilevel.number import check_positive, check_shares, whole
 from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree, add, scale, zeros_like
 
@@ -75,6 +75,7 @@ class FedMSA(Algorithm[Anchored]):
     def __check_init__(self) -> None:
         check_amounts(self, "sync_every")
         if self.renew is not None:
+            check_positive(self, "renew")
             check_shares(self, "renew")
 
     @property

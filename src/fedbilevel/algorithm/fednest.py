@@ -162,7 +162,7 @@ class FedNest(TwoVariables):
     ) -> tuple[PyTree, Point, Info]:
         """`h = mean (∇_x f_i − J_i u)`, u by FedIHGP: an estimate of `∇h(x)` if y is `y*(x)`."""
         adjoint = self.adjoint(fed.problem.structure)
-        if self.series == "chains" and isinstance(adjoint, Neumann):
+        if self.series == "chains" and isinstance(adjoint, Neumann) and fed.problem.structure == "bilevel":
             return chained_hypergradient(fed, adjoint, cohort, self.cohort, point, key)
         k_adjoint, k_assemble = jr.split(key)
         u: list[PyTree] = []
@@ -222,7 +222,7 @@ class FedNest(TwoVariables):
 
     @property
     def local_lower_steps(self) -> int:
-        return most(self.lower_steps)
+        return most(self.lower_steps) * (1 if self.alternate else self.lower_rounds)
 
     def _descent(self, level: Literal["upper", "lower"]) -> Descent:
         return Descent(getattr(self, f"{level}_lr"), self._work(level))

@@ -28,9 +28,11 @@ def FedMBO(upper_lr: Rate, lower_lr: Rate, **options: Any) -> FedNest:
         h = mean_c (∇_x f_c − J_c u_c),   u_c = (N/ℓ) Π_{n≤N'_c} (I − H_{i_n}/ℓ) ∇_y f_{i_0}
 
     Each client c of the cohort S has a chain with its own N'_c, uniform in {0..N−1}, and its own random
-    clients i_0, i_1, ..., one a factor. The mean of h is that of FedNest's. The noise of N' is averaged over
-    |S| draws, and falls with |S|, where FedNest's one draw serves all clients; but factors of single clients
-    are noisier than means. ℓ must bound every client's own Hessian. With `inner="sgd"` and one local step a
+    clients i_0, i_1, ..., one a factor. Where clients weigh the same, the mean of h is that of FedNest's.
+    (With weights ℓ is multiplied by the largest weight over the mean one, and as many terms keep less of the
+    indirect part.) The noise of N' is averaged over |S| draws, and falls with |S|, where FedNest's one draw
+    serves all clients; but factors of single clients are noisier than means. ℓ must bound every client's own
+    Hessian. With `inner="sgd"` and one local step a
     round on y is a step of minibatch descent, in one exchange.
 
     A client that does not answer leaves a factor out, which the chain gets later if other chains go on:

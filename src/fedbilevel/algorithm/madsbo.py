@@ -27,12 +27,12 @@ from fedbilevel.local.gradients import Assemble
 from fedbilevel.local.tracking import (
     AdjointSlope,
     Averaged,
-    Begun,
     Descended,
     Followed,
     LowerSlope,
     Slope,
     Tracked,
+    Untracked,
 )
 from fedbilevel.number import check_count, whole
 from fedbilevel.schedule import Rate, rate
@@ -72,7 +72,7 @@ class GradientTracking(eqx.Module):
             mixed = everyone.push(own[0], self.links, label, key=k_links, time=first + index)
             return everyone.run(Followed(self.lr), own, mixed, key=k_batch)
 
-        held: At = fed.loop(self.steps, body, everyone.run(Begun(), start, key=key))
+        held: At = fed.loop(self.steps, body, everyone.run(Untracked(), start, key=key))
         return held[0]
 
 

@@ -19,7 +19,7 @@ from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree, norm, scale, step, zeros_like
 
 
-class Tracked(NamedTuple):
+class ThreeVariables(NamedTuple):
     """x, y, and u, which tracks the adjoint."""
 
     x: PyTree
@@ -27,7 +27,7 @@ class Tracked(NamedTuple):
     u: PyTree
 
 
-class SimFBO(Algorithm[Tracked]):
+class SimFBO(Algorithm[ThreeVariables]):
     """One exchange a step: clients add up their directions, and the server steps along the mean of the sums.
 
     With z = (x, y, u) and the directions of `FedBiO`, `d = (∇_x f − J u, ∇_y g, H u − ∇_y f)`,
@@ -35,9 +35,10 @@ class SimFBO(Algorithm[Tracked]):
         client i:  z_i ← z_i − a_k η d_i(z_i)    for k < τ_i, from z;    q_i = Σ_k a_k d_i
         server:    z ← z − γ mean q_i ;   ‖u‖ at most r
 
-    so the local step sizes η and those of the server, γ, are chosen apart; with γ = η it is FedBiO. A client
-    that makes more steps has a longer q_i: where the τ_i differ, the limit (as η falls) is the solution with
-    clients weighted by `‖a_i‖₁`, which is τ_i where all a_k are 1. `ShroFBO` is not drawn there.
+    so the local step sizes η and those of the server, γ, are chosen apart; with γ = η, all a_k = 1 and an
+    x that is free it is FedBiO. A client that makes more steps has a longer q_i: where the τ_i differ,
+    the limit (as η falls) is the solution with clients weighted by `‖a_i‖₁`, which is τ_i where all a_k
+    are 1. `ShroFBO` is not drawn there.
 
     Args:
         upper_lr: γ of x, the server's step size; a number or an optax schedule of the round.
@@ -81,12 +82,12 @@ class SimFBO(Algorithm[Tracked]):
     def local_lower_steps(self) -> int:
         return most(self.sync_every)
 
-    def init(self, fed: Federation, key: jax.Array) -> Tracked:
+    def init(self, fed: Federation, key: jax.Array) -> ThreeVariables:
         check_lengths(self, fed.n)
         y = fed.problem.y0
-        return Tracked(fed.problem.constraint(fed.problem.x0), y, zeros_like(y))
+        return ThreeVariables(fed.problem.constraint(fed.problem.x0), y, zeros_like(y))
 
-    def step(self, fed: Federation, state: Tracked, key: jax.Array) -> tuple[Tracked, Info]:
+    def step(self, fed: Federation, state: ThreeVariables, key: jax.Array) -> tuple[ThreeVariables, Info]:
         k_cohort, k_steps = jr.split(key)
         cohort = fed.cohort(k_cohort, self.cohort)
         rates: tuple[Any, ...] = (self.upper_lr, self.lower_lr, self.adjoint_lr)
@@ -95,14 +96,14 @@ class SimFBO(Algorithm[Tracked]):
         q = cohort.mean(cohort.run(program, cohort.send(tuple(state), "z"), key=k_steps), "q")
         q = scale(q[1], q[0]) if self.per_step else q
         x, y, u = (step(*each) for each in zip(state, rates, q, strict=True))
-        return Tracked(fed.problem.constraint(x), y, self._shortened(u)), {}
+        return ThreeVariables(fed.problem.constraint(x), y, self._shortened(u)), {}
 
     def _shortened(self, u: PyTree) -> PyTree:
         if self.radius is None:
             return u
         return scale(self.radius / jnp.maximum(norm(u), self.radius), u)
 
-    def solution(self, state: Tracked) -> tuple[PyTree, PyTree]:
+    def solution(self, state: ThreeVariables) -> tuple[PyTree, PyTree]:
         return state.x, state.y
 
 

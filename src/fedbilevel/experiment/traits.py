@@ -48,7 +48,8 @@ class Traits:
         keeps_state: clients keep something between rounds.
         reads_individuals: the server sees single clients' values, not only means of them.
         second_derivatives: products with second derivatives of g are taken.
-        strongly_convex: it inverts the Hessian of g in y, so g must be strongly convex in y (or damped).
+        strongly_convex: it inverts the Hessian of g in y, or puts a penalty on g, so g must be strongly
+            convex in y (or damped).
     """
 
     oracles: tuple[str, ...]
@@ -162,7 +163,9 @@ def _watch(method: Algorithm[Any], problem: Problem, clients: Any) -> Traits:
     jax.eval_shape(walk, jr.key(0))
     oracles = tuple(kind for kind in ORACLES if kind in seen)
     second = bool({"g_yy", "g_xy"} & seen)
-    return Traits(oracles, "kept" in seen, "gathered" in seen, second, "g_yy" in seen)
+    # Who differentiates g in x wants it at the minimiser of g in y, which must be one point.
+    convex = bool({"g_yy", "g_x"} & seen)
+    return Traits(oracles, "kept" in seen, "gathered" in seen, second, convex)
 
 
 class _WatchedCohort(SimulatedCohort):

@@ -135,8 +135,9 @@ class Lazy(Links):
     def weights(
         self, key: Key[Array, ""], n: int, time: Any = 0, there: Any = None
     ) -> Float[Array, "{n} {n}"]:
-        weights = self.links.weights(key, n, time, there)
-        return (jnp.eye(n, dtype=weights.dtype) + weights) / 2
+        half = self.links.weights(key, n, time, there) / 2
+        # What rounding leaves of a row's sum goes to the client itself: it would add up from step to step.
+        return half + jnp.diag(1 - jnp.sum(half, axis=1))
 
 
 def among_those_there(

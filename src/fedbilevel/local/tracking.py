@@ -64,7 +64,7 @@ class AdjointSlope(Slope):
 # ---------------------------------------- one step of tracking, in two halves
 
 
-class Begun(Program):
+class Untracked(Program):
     """`v ↦ (v, 0, 0)`: where a node starts, what has been mixed for it, and its last slope."""
 
     def __call__(self, me: Client, *values: Any) -> PyTree:

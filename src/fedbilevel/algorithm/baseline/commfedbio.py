@@ -16,11 +16,12 @@ from fedbilevel.fed.place import Kept
 from fedbilevel.fed.program import Program
 from fedbilevel.local.descent import Descent
 from fedbilevel.local.gradients import Assemble
+from fedbilevel.local.tracking import AdjointSlope
 from fedbilevel.local.work import Amount, Work, amount, check_amounts, most
 from fedbilevel.number import check_count, whole
 from fedbilevel.problem.oracle import Client
 from fedbilevel.schedule import Rate, rate
-from fedbilevel.tree import PyTree, copies, step, sub, zeros_like
+from fedbilevel.tree import PyTree, copies, step, zeros_like
 
 
 class AdjointGap(Program):
@@ -28,9 +29,7 @@ class AdjointGap(Program):
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
         x, y, u = values
-        k_lower, k_upper = jr.split(me.key)
-        hu = me.g_yy(x, y, u, me.batch("lower", k_lower))
-        return sub(hu, me.f_y(x, y, me.batch("upper", k_upper)))
+        return AdjointSlope()(me, u, (x, y), me.key)
 
 
 class Compressed(NamedTuple):

@@ -41,7 +41,7 @@ def SOBA(upper_lr: Rate, lower_lr: Rate, adjoint_lr: Rate, **options: Any) -> Fe
     Reference: M. Dagréou, P. Ablin, S. Vaiter, T. Moreau, A framework for bilevel optimization that enables
     stochastic and global variance reduction algorithms, NeurIPS 2022.
     """
-    return FedBiO(upper_lr, lower_lr, adjoint_lr, sync_every=1, **options)
+    return FedBiO(upper_lr, lower_lr, adjoint_lr, sync_every=1, lower="global", upper="shared", **options)
 
 
 @decides("lower", "upper", "c_adjoint", "sync_every")
