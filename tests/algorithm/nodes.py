@@ -15,6 +15,7 @@ import fedbilevel as fb
 from fedbilevel.adjoint import Equilibrium
 from fedbilevel.adjoint.push import receiving_weights
 from fedbilevel.fed.ledger import Ledger
+from fedbilevel.problem.quadratic import lower_objective, upper_objective
 
 N, DX, DY = 5, 2, 3
 LR = 0.1  # below one over the largest curvature, also where w is small
@@ -76,6 +77,21 @@ class Running:
         self.state, self.time = block.state, self.time + steps
         self.ledger += Ledger.from_counts(block.counts)
         return self
+
+
+def traces_of(algorithms):
+    """How often g was traced so far, after a short run of each of the algorithms."""
+    traced, counts = [], []
+
+    def lower(x, y, samples):
+        traced.append(1)
+        return lower_objective(x, y, samples)
+
+    problem = fb.Problem(upper_objective, lower, np.ones(DX), np.zeros(DY))
+    for algorithm in algorithms:
+        fb.solve(problem, drawn().clients(), algorithm, 2, every=2)
+        counts.append(len(traced))
+    return counts
 
 
 @eqx.filter_jit

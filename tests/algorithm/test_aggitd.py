@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from algorithm.quadratics import DX, DY, clients_of, drawn, problem
+from algorithm.quadratics import DX, DY, Running, clients_of, drawn, problem
 from fedbilevel.algorithm.aggitd import AggITD
 from fedbilevel.algorithm.base import Variables
 from fedbilevel.fed.ledger import Ledger, as_arrays, metering
@@ -193,11 +193,7 @@ def test_the_mean_over_the_lengths_is_the_truncated_series():
 
 
 def run(q, algorithm, steps):
-    with fb.Simulator().connect(problem(), clients_of(q), algorithm) as session:
-        state, _ = session.init(jax.random.key(0))
-        block = session.advance(state, jax.random.key(1), 0, steps, steps)
-    assert block.finite
-    return np.asarray(block.state.x)
+    return np.asarray(Running(clients_of(q), algorithm).advance(steps).state.x)
 
 
 def test_where_one_term_is_exact_the_solution_is_reached():

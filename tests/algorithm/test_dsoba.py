@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import fedbilevel as fb
-from algorithm.nodes import COUNTS, DX, DY, UNEVEN, N, Running, counted, drawn
+from algorithm.nodes import COUNTS, DX, DY, UNEVEN, N, Running, counted, drawn, traces_of
 from algorithm.peers import (
     BALANCED,
     COMPLETE,
@@ -26,7 +26,6 @@ from fedbilevel import links
 from fedbilevel.algorithm.dsoba import DSOBA
 from fedbilevel.algorithm.sgp import step_keys
 from fedbilevel.fed.ledger import Ledger
-from fedbilevel.problem.quadratic import lower_objective, upper_objective
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -214,18 +213,8 @@ def test_absent_links_cost_nothing():
 
 
 def test_one_program_serves_all_graphs_and_averages():
-    traced = []
-
-    def lower(x, y, samples):
-        traced.append(1)
-        return lower_objective(x, y, samples)
-
-    q, counts = drawn(), []
-    problem = fb.Problem(upper_objective, lower, np.ones(DX), np.zeros(DY))
-    for kind in (links.Complete(), links.Ring(), links.ErdosRenyi(), links.Given(RING), BALANCED):
-        for average in (1.0, 0.3):
-            fb.solve(problem, q.clients(), DSOBA(kind, *RATES, average, "tracking"), 2, every=2)
-            counts.append(len(traced))
+    kinds = (links.Complete(), links.Ring(), links.ErdosRenyi(), links.Given(RING), BALANCED)
+    counts = traces_of(DSOBA(kind, *RATES, average, "tracking") for kind in kinds for average in (1.0, 0.3))
     assert counts[0] > 0
     assert counts == counts[:1] * 10
 

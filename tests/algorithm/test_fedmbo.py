@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from algorithm.quadratics import CLIENTS, DX, DY, SAMPLES, X0, Y0, clients_of, drawn, problem
+from algorithm.quadratics import CLIENTS, DX, DY, SAMPLES, X0, Y0, Running, clients_of, drawn, problem
 from fedbilevel.algorithm.base import Variables
 from fedbilevel.algorithm.fednest_family import FedMBO
 from fedbilevel.experiment import AdjointWarning
@@ -255,12 +255,8 @@ def test_newcomers_downloads_are_billed():
 # ------------------------------------------------------------------ limits
 
 
-def run(q, algorithm, count):
-    with fb.Simulator().connect(problem(), clients_of(q), algorithm) as session:
-        state, _ = session.init(jax.random.key(0))
-        block = session.advance(state, jax.random.key(1), 0, count, count)
-    assert block.finite
-    return np.asarray(block.state.x)
+def run(q, algorithm, steps):
+    return np.asarray(Running(clients_of(q), algorithm).advance(steps).state.x)
 
 
 def test_where_chains_do_not_differ_the_solution_is_reached():

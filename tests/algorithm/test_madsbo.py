@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from algorithm.nodes import COUNTS, DX, DY, UNEVEN, N, Running, counted, drawn, gradients
+from algorithm.nodes import COUNTS, DX, DY, UNEVEN, N, Running, counted, drawn, gradients, traces_of
 from algorithm.peers import (
     BALANCED,
     COMPLETE,
@@ -31,7 +31,6 @@ from fedbilevel import links
 from fedbilevel.algorithm.madsbo import MADSBO
 from fedbilevel.algorithm.sgp import step_keys
 from fedbilevel.fed.ledger import Ledger
-from fedbilevel.problem.quadratic import lower_objective, upper_objective
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -184,18 +183,8 @@ def test_it_costs_what_the_docstring_says():
 
 
 def test_one_program_serves_all_graphs_and_averages():
-    traced = []
-
-    def lower(x, y, samples):
-        traced.append(1)
-        return lower_objective(x, y, samples)
-
-    q, counts = drawn(), []
-    problem = fb.Problem(upper_objective, lower, np.ones(DX), np.zeros(DY))
-    for kind in (links.Complete(), links.Ring(), links.ErdosRenyi(), links.Given(RING), BALANCED):
-        for average in (1.0, 0.3):
-            fb.solve(problem, q.clients(), method(kind, average=average), 2, every=2)
-            counts.append(len(traced))
+    kinds = (links.Complete(), links.Ring(), links.ErdosRenyi(), links.Given(RING), BALANCED)
+    counts = traces_of(method(kind, average=average) for kind in kinds for average in (1.0, 0.3))
     assert counts[0] > 0
     assert counts == counts[:1] * 10
 
