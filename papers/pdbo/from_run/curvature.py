@@ -17,7 +17,7 @@ import sys
 import jax
 import jax.random as jr
 import numpy as np
-from outer_step import outer_step
+from outer_step import growth, outer_step
 
 import fedbilevel as fb
 from fedbilevel.adjoint.lanczos import Spectrum, Tridiagonal, spectrum
@@ -49,7 +49,7 @@ def spectra(folder: pathlib.Path) -> list[Spectrum]:
 def growths(folder: pathlib.Path) -> dict[float, float]:
     """How much longer the last term is than the first, by the step size in the recursion."""
     steps = [outer_step(folder, TERMS, share) for share in SHARES]
-    return {lr: result.history[-1]["push_growth"] for result, lr in steps}
+    return {lr: growth(result) for result, lr in steps}
 
 
 def main(folder: str) -> None:

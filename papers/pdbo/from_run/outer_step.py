@@ -41,6 +41,11 @@ def outer_step(folder: pathlib.Path, terms: int | None = None, share: float = 1.
     return result, lr
 
 
+def growth(result: fb.Result) -> float:
+    """How much longer the last term is than the first; infinite where a step was not finite and is not taken."""
+    return float("inf") if result.diverged else result.history[-1]["push_growth"]
+
+
 def main(folder: str, terms: str | None = None, share: str = "1") -> None:
     """Print what came of it."""
     begin = time.perf_counter()
@@ -48,7 +53,7 @@ def main(folder: str, terms: str | None = None, share: str = "1") -> None:
     minutes = (time.perf_counter() - begin) / 60
     moved = np.asarray(result.x)
     print(f"α = {lr:.4g}; {minutes:.1f} minutes, compilation included")
-    print(f"the last term is {result.history[-1]['push_growth']:.3g} times the first")
+    print(f"the last term is {growth(result):.3g} times the first")
     print(f"x: {moved.shape}, |x| from {np.abs(moved).min():.4g} to {np.abs(moved).max():.4g}")
     print(result.ledger)
 
