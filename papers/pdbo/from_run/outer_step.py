@@ -42,7 +42,7 @@ def outer_step(folder: pathlib.Path, terms: int | None = None, share: float = 1.
 
 
 def growth(result: fb.Result) -> float:
-    """How much longer the last term is than the first; infinite where a step was not finite and is not taken."""
+    """How much longer the last term is than the first; infinite where the step is not finite."""
     return float("inf") if result.diverged else result.history[-1]["push_growth"]
 
 
