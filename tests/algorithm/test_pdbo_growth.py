@@ -10,7 +10,7 @@ from fedbilevel import links
 from fedbilevel.adjoint.backward import Lengths
 from fedbilevel.adjoint.push import growth
 from fedbilevel.algorithm.iterated import ITD
-from fedbilevel.experiment import AdjointWarning
+from fedbilevel.experiment import AdjointWarning, DivergenceWarning
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -67,6 +67,25 @@ def test_a_series_that_diverges_is_warned_about_and_one_that_converges_is_not():
         bad = solved(links.Complete(), **PLAIN, adjoint_lr=beyond())
     assert bad.trouble["push"] == max(row.get("push_growth", 0) for row in bad.history) > 2
     assert "push_growth" not in bad.history[0], "before the first hypergradient"
+
+
+@pytest.mark.parametrize("terms", [200, 2000], ids=["Adam's squares overflow", "the series does"])
+def test_of_a_step_that_diverges_the_series_is_known_to_be_the_cause(terms):
+    """The numbers that tell are in the state that is thrown away."""
+    settings = PLAIN | {"terms": terms, "upper": fb.Adam(1e-3), "adjoint_lr": beyond()}
+    with pytest.warns(DivergenceWarning), pytest.warns(AdjointWarning, match="hypergradient push grew"):
+        found = solved(links.Complete(), 1, **settings)
+    assert found.diverged
+    assert found.trouble["push"] > 1e100
+    assert len(found.history) == 2
+    assert "push_growth" not in found.history[-1], "no step was made"
+
+
+def test_of_a_step_that_diverges_by_its_lower_level_the_series_is_not_blamed():
+    with pytest.warns(DivergenceWarning):
+        found = solved(links.Complete(), 1, **PLAIN | {"lower_lr": 1e200, "adjoint_lr": LR})
+    assert found.diverged
+    assert found.notes == ()
 
 
 @pytest.mark.parametrize("terms", [1, TERMS])

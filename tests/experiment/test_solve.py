@@ -284,6 +284,13 @@ def test_what_the_method_reports_is_in_the_history_and_warned_about() -> None:
         run(2, Momentum(0.1, curvature=-0.5))
 
 
+def test_what_the_step_that_diverges_reports_is_warned_about_too() -> None:
+    with pytest.warns(DivergenceWarning), pytest.warns(AdjointWarning, match=r"grew \(by 2 at worst\)"):
+        found = run(2, Momentum(1e300, growth=2.0))
+    assert found.diverged
+    assert "adjoint_growth" not in found.history[-1], "it is no part of the history"
+
+
 # ------------------------------------------------------------------- "auto" smoothness
 
 

@@ -127,8 +127,10 @@ class Lengths(Program):
 
     def __call__(self, me: Client, *values: Any) -> PyTree:
         c, vectors = values
-        # An infinity, which squares of large numbers may be, would pass for a state that diverged.
-        return jnp.nan_to_num(jnp.stack([norm(c), norm(vectors[0])]))
+        lengths = jnp.stack([norm(c), norm(vectors[0])])
+        # An infinity, which squares of large numbers may be, would pass for a state that diverged; and a
+        # series that ended in NaN has grown beyond all numbers.
+        return jnp.nan_to_num(lengths, nan=jnp.finfo(lengths.dtype).max)
 
 
 class Total(Program):

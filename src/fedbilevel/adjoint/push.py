@@ -8,6 +8,7 @@ what i receives, and divides by how often it does: over directed links too, the 
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any, Literal, NamedTuple
 
@@ -207,8 +208,8 @@ def growth(lengths: Any) -> float:
     Args:
         lengths: `(n, 2)`, those of the first and the last term at every node.
     """
-    first, last = np.max(np.asarray(lengths, float), axis=0)
-    return float(last / first) if first > 0 else 0.0
+    first, last = np.max(np.asarray(lengths, float), axis=0).tolist()
+    return min(last / first, sys.float_info.max) if first > 0 else 0.0  # infinities have no place in JSON
 
 
 def receiving_weights(network: Network) -> Matrix:

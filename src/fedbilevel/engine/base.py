@@ -87,8 +87,9 @@ class Block(NamedTuple):
         state: after the last step that gave a finite state.
         done: how many steps did (an integer).
         finite: whether all of them did; if not, the step behind `done` broke and ended the block.
-        info: scalars of each step, `(capacity, ...)`, valid up to `done`.
+        info: scalars of each step, `(capacity, ...)`, valid up to `done` and for the step that broke.
         counts: what each step spent, `(capacity,)`, zero where none was made.
+        broken: the state that is not finite, in which one may look for the cause; None if there is none.
     """
 
     state: PyTree
@@ -96,6 +97,7 @@ class Block(NamedTuple):
     finite: Any
     info: dict[str, Any]
     counts: Counts
+    broken: PyTree = None
 
 
 class Session(abc.ABC):

@@ -45,7 +45,7 @@ class RemoteSession(Session):
             new, info = returned
             records.append((info, counts))
             if not bool(all_finite(map_kept(lambda _: (), new))):
-                return _block(state, len(records) - 1, False, records)
+                return _block(state, len(records) - 1, False, records)._replace(broken=new)
             state = new
         return _block(state, len(records), True, records)
 

@@ -182,7 +182,7 @@ class SimulatedSession(Session):
             return block
         # The same steps again, without the one that broke: cheaper than saving every state.
         before = self._advance(state, key, first, block.done - 1, capacity)
-        return block._replace(state=before.state, done=before.done)
+        return block._replace(state=before.state, done=before.done, broken=block.state)
 
     def ask(self, probe: Stepper, state: PyTree, key: jax.Array) -> dict[str, Any]:
         fed = self.federation

@@ -111,14 +111,23 @@ class Run:
         self.state, self.diverged = block.state, not block.finite
         self.step += block.done
         self.ledger = self.ledger + Ledger.from_counts(block.counts)
-        info = {name: np.asarray(values)[: block.done] for name, values in block.info.items()}
-        found = self.algorithm.findings(self.state, self.session.federation.stacked)
-        info |= {name: np.array([value]) for name, value in found.items()}
+        info = self._reports(block.info, slice(block.done), block.state)
+        self._check_report(info)
+        self._suspect(info)
+        if block.broken is not None:  # what it reports is no part of the history, but may tell why
+            self._suspect(self._reports(block.info, slice(block.done, block.done + 1), block.broken))
+        self._evaluate({name: float(values[-1]) for name, values in info.items() if len(values)})
+
+    def _reports(self, info: Mapping[str, Any], steps: slice, state: PyTree) -> dict[str, npt.NDArray[Any]]:
+        """What some steps of a block report, and what is found in the state after them."""
+        found = self.algorithm.findings(state, self.session.federation.stacked)
+        reported = {name: np.asarray(values)[steps] for name, values in info.items()}
+        return reported | {name: np.array([value]) for name, value in found.items()}
+
+    def _suspect(self, info: dict[str, npt.NDArray[Any]]) -> None:
         for kind, worst in suspicions(info).items():
             pick = min if kind == "curvature" else max
             self.trouble[kind] = pick(self.trouble.get(kind, worst), worst)
-        self._check_report(info)
-        self._evaluate({name: float(values[-1]) for name, values in info.items() if len(values)})
 
     def _check_report(self, info: Mapping[str, npt.NDArray[Any]]) -> None:
         own = type(self.algorithm).__name__
