@@ -216,6 +216,14 @@ def test_a_schedule_of_the_lower_level_is_one_of_its_steps():
     np.testing.assert_allclose(running.state.lower.y.value, y, rtol=1e-6)
 
 
+@pytest.mark.parametrize(("which", "lr"), [("first", LR), ("last", LR / 2)])
+def test_the_adjoints_step_size_may_be_one_of_the_inner_steps(which, lr):
+    rates = optax.piecewise_constant_schedule(LR, {2: 0.5})
+    settings = SHORT | {"lower_lr": rates, "terms": None, "adjoint": HGP(4), "adjoint_lr": which}
+    running = Running(fb.PDBO(links.Complete(), **settings)).advance(2)
+    np.testing.assert_allclose(x_of(running), box(2, (LR, LR, LR / 2), lr, 4)[0], rtol=1e-6)
+
+
 def test_other_step_sizes_compile_nothing_new(compilations):
     Running(fb.PDBO(STOD, **LONG)).advance()
     before = compilations()
@@ -350,6 +358,10 @@ def cost(algorithm):
         ({"adjoint": HGP(3)}, "terms is 4 and adjoint PushAdjoint.*; give one of the two"),
         ({"when": "during"}, "when is 'during'"),
         ({"adjoint_lr": -1.0}, r"a step size is -1\.0"),
+        (
+            {"adjoint_lr": "lst"},
+            "adjoint_lr is 'lst'; it must be one of 'first', 'last'; did you mean 'last'",
+        ),
     ],
 )
 def test_mistakes_are_explained(settings, message):

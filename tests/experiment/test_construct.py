@@ -54,6 +54,15 @@ def test_a_schedule_is_a_step_size() -> None:
         assert method.at(step).upper_lr == pytest.approx(optax.exponential_decay(0.5, 2, 0.1)(step))
 
 
+def test_a_step_size_may_be_a_word_that_the_method_knows() -> None:
+    table = {"kind": "PDBO", "links": "Ring", "lower_lr": 0.1, "lower_steps": 2, "terms": 3}
+    assert construct(table | {"adjoint_lr": "last"}, ALGORITHMS, "algorithm").adjoint_lr == "last"
+    written = with_defaults(table, ALGORITHMS, "algorithm")
+    assert construct(written, ALGORITHMS, "algorithm").adjoint_lr == "first"
+    with pytest.raises(ConfigError, match=r"algorithm\.adjoint_lr\.kind: there is no adjoint_lr 'lst'.*'last'"):
+        construct(table | {"adjoint_lr": "lst"}, ALGORITHMS, "algorithm")
+
+
 def test_the_surroundings_supply_what_the_table_does_not() -> None:
     given = {"size": lambda: 7, "name": lambda: "given", "unknown": lambda: pytest.fail("nobody asked")}
     assert construct("Thing", THINGS, "thing", given) == Thing(7, "given")

@@ -43,16 +43,36 @@ def test_the_whole_network_has_as_many_parameters_as_the_papers(classes, count):
     assert shape == ((classes,) if classes else (1280,))
 
 
-def test_images_of_32_pixels_become_4_and_blocks_17():
-    model = MobileNetV2()
+SIDES = {
+    # The first convolution; 1 + 2 blocks of the first two stages; 3, 4 + 3 and 3 + 1; the last convolution.
+    "small": [32] * 4 + [16] * 3 + [8] * 7 + [4] * 4 + [4],
+    "paper": [16] * 2 + [8] * 2 + [4] * 3 + [2] * 7 + [1] * 4 + [1],
+}
+
+
+@pytest.mark.parametrize("strides", SIDES)
+def test_images_of_32_pixels_become_4_or_1_and_blocks_17(strides):
+    model = MobileNetV2(strides=strides)
     sides, shape = [], (32, 32, 3)
     for part in model.models[:-2]:
         shape = shapes_of(part, shape)[1]
         sides.append(shape[0])
     blocks = [part for part in model.models if isinstance(part, InvertedResidual)]
     assert len(blocks) == 17
-    # The first convolution; 1 + 2 blocks of the first two stages; 3, 4 + 3 and 3 + 1; the last convolution.
-    assert sides == [32] * 4 + [16] * 3 + [8] * 7 + [4] * 4 + [4]
+    assert sides == SIDES[strides]
+
+
+@pytest.mark.parametrize(
+    ("strides", "side", "millions"), [("small", 32, 88), ("paper", 32, 6), ("paper", 224, 300)]
+)
+def test_what_a_sample_costs(strides, side, millions):
+    """In the paper's own size 300 million multiplications, as its table 4 says."""
+    count, shape = 0, (side, side, 3)
+    for part in MobileNetV2(0, strides=strides).models[:-1]:
+        for convolution in part._branch(shape[-1]).models if isinstance(part, InvertedResidual) else [part]:
+            weights, shape = shapes_of(convolution, shape)
+            count += shape[0] * shape[1] * weights["weight"].size
+    assert count == pytest.approx(1e6 * millions, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +154,7 @@ REFUSED = {
     "short stage": ({"stages": ((1, 16, 1),)}, r"a stage is \(1, 16, 1\); it must be \(expansion, channels"),
     "no blocks": ({"stages": ((1, 16, 0, 1),)}, r"a number of the stage \(1, 16, 0, 1\) is 0"),
     "stride": ({"stages": ((1, 16, 1, 3),)}, r"stride of the stage \(1, 16, 1, 3\) is 3; it must be 1 or 2"),
+    "strides": ({"strides": "papers"}, "strides is 'papers'; .* did you mean 'paper'"),
     "outputs": ({"outputs": False}, "width of a layer is False"),
 }
 

@@ -33,8 +33,7 @@ def outer_step(folder: pathlib.Path, terms: int | None = None, share: float = 1.
         changes["algorithm.adjoint.terms"] = terms
     (plan,) = plans(folder / "config.toml", changes=changes)
     built, start = build(plan), fb.load(min(folder.glob("checkpoint-*.npz")))
-    given = built.algorithm.adjoint_lr
-    lr = share * float(built.algorithm.at(0).lower_lr[0] if given is None else given)
+    lr = share * float(built.algorithm.at(0).adjoint_rate())
     method = dataclasses.replace(built.algorithm, adjoint_lr=lr)
     with warnings.catch_warnings(action="ignore", category=AdjointWarning):  # the growth is printed
         result = fb.solve(built.problem, built.clients, method, 1, start=start, engine=built.engine)

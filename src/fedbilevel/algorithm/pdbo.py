@@ -22,9 +22,10 @@ from fedbilevel.fed.place import At, Kept
 from fedbilevel.fed.program import Program
 from fedbilevel.local.optimizer import Adam, Optimizer, optimizer
 from fedbilevel.local.push_sum import Displaced, ReceivingWeights, Restart
+from fedbilevel.name import check_choice
 from fedbilevel.number import check_count, whole
 from fedbilevel.problem.oracle import Client
-from fedbilevel.schedule import Rate, rate, rate_if_given
+from fedbilevel.schedule import Rate, rate
 from fedbilevel.tree import PyTree, copies, scale
 
 
@@ -67,6 +68,14 @@ class Agreed(Program):
         return me.problem.constraint(scale(1 / w, z))
 
 
+def rate_or_inner(value: Any) -> Any:
+    """A step size, or which of the inner ones it is."""
+    if not isinstance(value, str):
+        return rate(value)
+    check_choice("adjoint_lr", value, ("first", "last"))
+    return value
+
+
 class PDBO(Algorithm[PersonalState]):
     """Every node tunes hyperparameters x_i of its own, for the mean outer cost of all; nobody is the server.
 
@@ -87,7 +96,11 @@ class PDBO(Algorithm[PersonalState]):
         alpha, beta: of VR-HGP; None for both: plain HGP.
         adjoint: another way to the hypergradient, in the place of `terms`, `alpha` and `beta`
             (`adjoint.HGP`, `VRHGP`, `RecurrentBackpropagation`; `algorithm.ITD`).
-        adjoint_lr: α in the recursion of the hypergradient; None: the first of `lower_lr`.
+        adjoint_lr: α in the recursion of the hypergradient: a number, or the "first" or the "last" of
+            `lower_lr`. The recursion is that of an inner step. With the last one, as the paper's experiments
+            have it, it is the step at which y rests; where `lower_lr` has fallen far by then, M terms see
+            little of g, since they reach about `1/(αM)` down in its curvature. A larger α reaches further,
+            and may diverge.
         warm_start: go on from the last y, in the place of starting from y0 in every step.
         when: whether nodes make their gradient step "before" they send or "after" they have received.
         statistics: `p̄_ij/δ̄_{j→i}`, which correct for links that are rarely there: "estimated" by the nodes
@@ -111,7 +124,7 @@ class PDBO(Algorithm[PersonalState]):
     alpha: Any = 0.9
     beta: Any = 0.1
     adjoint: Any = None
-    adjoint_lr: Any = eqx.field(converter=rate_if_given, default=None)
+    adjoint_lr: Any = eqx.field(converter=rate_or_inner, default="first")
     warm_start: bool = eqx.field(static=True, default=False)
     when: When = eqx.field(static=True, default="after")
     statistics: Any = "estimated"
@@ -230,11 +243,15 @@ class PDBO(Algorithm[PersonalState]):
         everyone = fed.everyone
         x, y = everyone.take(state.upper.x), everyone.take(state.lower.y)
         w = everyone.take(state.lower.statistics)["w"]  # one w may be so small that the recursion explodes
-        lr = (
-            rates_of_steps(self.lower_lr, self.lower_steps)[0] if self.adjoint_lr is None else self.adjoint_lr
-        )
         receive = self._receive(fed, state.lower)
-        return Equilibrium(x, y, w, receive, self.links, lr, self.when, state.time)
+        return Equilibrium(x, y, w, receive, self.links, self.adjoint_rate(), self.when, state.time)
+
+    def adjoint_rate(self) -> Any:
+        """α in the recursion of the hypergradient, as a number."""
+        if not isinstance(self.adjoint_lr, str):
+            return self.adjoint_lr
+        rates = rates_of_steps(self.lower_lr, self.lower_steps)
+        return rates[0] if self.adjoint_lr == "first" else rates[-1]
 
     def _receive(self, fed: Federation, lower: Lower) -> At:
         everyone = fed.everyone

@@ -210,6 +210,12 @@ PARTS: Mapping[str, Factory] = {
     "Best": Best,
 }
 
+
+def _itself(word: str) -> Factory:
+    """What a word stands for that a setting knows itself, in the place of a table."""
+    return lambda: word
+
+
 INSIDE: Mapping[str, Mapping[str, Factory]] = {
     "partition": PARTITIONS,
     "constraint": CONSTRAINTS,
@@ -219,7 +225,8 @@ INSIDE: Mapping[str, Mapping[str, Factory]] = {
     **dict.fromkeys(("learn", "distil"), OPTIMIZERS),
     **dict.fromkeys(("availability", "speed", "link"), CONDITIONS),
     **dict.fromkeys(("model", "backbone", "head"), MODELS),
-    **dict.fromkeys(("lr", "upper_lr", "lower_lr", "adjoint_lr"), SCHEDULES),
+    **dict.fromkeys(("lr", "upper_lr", "lower_lr"), SCHEDULES),
+    "adjoint_lr": {**SCHEDULES, "first": _itself("first"), "last": _itself("last")},  # of PDBO's inner steps
 }
 """What the table of a certain name inside another one may be."""
 

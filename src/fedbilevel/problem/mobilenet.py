@@ -1,4 +1,4 @@
-"""MobileNetV2 for 32 × 32 images, with group normalisation.
+"""MobileNetV2 for small and large images, with group normalisation.
 
 Batch normalisation is left out on purpose: statistics of a batch make the loss no mean over samples, and
 those of different clients do not average. What remains of a normalisation is a scale and a shift for every
@@ -14,6 +14,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from fedbilevel.name import check_choice
 from fedbilevel.number import check_count
 from fedbilevel.problem.convolution import image_shape, with_head
 from fedbilevel.problem.image import convolve, convolve_depthwise, first_kernel, group_norm
@@ -25,13 +26,16 @@ Stages: TypeAlias = Sequence[Sequence[int]]
 
 PAPER_STAGES: Stages = (
     (1, 16, 1, 1),
-    (6, 24, 2, 1),  # stride 2 in the paper, for images of 224 × 224
+    (6, 24, 2, 2),
     (6, 32, 3, 2),
     (6, 64, 4, 2),
     (6, 96, 3, 1),
     (6, 160, 3, 2),
     (6, 320, 1, 1),
 )
+
+# Small images stay as they are up to the third stage.
+SMALL_STAGES: Stages = (PAPER_STAGES[0], (6, 24, 2, 1), *PAPER_STAGES[2:])
 
 
 class Normalised(Model):
@@ -118,24 +122,28 @@ class MeanOverPixels(Model):
 def MobileNetV2(
     outputs: int = 10,
     width: float = 1.0,
-    stages: Stages = PAPER_STAGES,
+    stages: Stages | None = None,
     features: int = 1280,
     groups: int = 4,
+    strides: str = "small",
 ) -> Chain:
-    """MobileNetV2: inverted residuals and linear bottlenecks, for small images.
+    """MobileNetV2: inverted residuals and linear bottlenecks.
 
     A 3 × 3 convolution to 32 channels, the stages, a 1 × 1 convolution to 1280 channels, the mean over the
-    pixels, and a linear head. The paper's network is for 224 × 224 pixels; here, as is usual for 32 × 32, the
-    first convolution and the second stage have stride 1 in the place of 2: 32 → 16 → 8 → 4 pixels. Group in
-    the place of batch normalisation, and no dropout. 2,223,872 parameters, and those of the head.
+    pixels, and a linear head. Group in the place of batch normalisation, and no dropout. 2,223,872
+    parameters, and those of the head, whatever the strides.
 
     Args:
         outputs: how many logits come out; with 0 there is no head: a backbone with `features` features.
         width: factor for the channels of the first convolution and of all stages, which are then rounded to
             multiples of 8.
-        stages: rows `(expansion, channels, blocks, stride)`.
+        stages: rows `(expansion, channels, blocks, stride)`; None: the paper's.
         features: channels of the last convolution; not multiplied by `width`.
         groups: of every normalisation; 1, 2, 4 or 8, so that they divide all channels.
+        strides: "paper": for 224 × 224 pixels, halved five times (as TorchVision has it); 32 × 32 ones
+            become a single pixel, for 6 million multiplications. "small", usual for 32 × 32: the first
+            convolution and the second stage do not halve, 32 → 16 → 8 → 4 pixels, 88 million
+            multiplications. Of `stages` of one's own it decides the first convolution only.
 
     References: M. Sandler et al., MobileNetV2: inverted residuals and linear bottlenecks, CVPR 2018; Y. Wu,
     K. He, Group normalization, ECCV 2018.
@@ -146,13 +154,21 @@ def MobileNetV2(
         >>> jax.eval_shape(small, parameters, jnp.ones((2, 32, 32, 3))).shape, shape
         ((2, 10), (10,))
     """
+    first, known = _known_strides(strides)
+    stages = known if stages is None else stages
     _check(width, stages, features, groups)
-    body: list[Model] = [Normalised(_channels(32, width), groups, kernel=3)]
+    body: list[Model] = [Normalised(_channels(32, width), groups, kernel=3, stride=first)]
     for expansion, channels, blocks, stride in stages:
         for number in range(blocks):
             own_stride = stride if number == 0 else 1
             body.append(InvertedResidual(_channels(channels, width), expansion, own_stride, groups))
     return with_head([*body, Normalised(features, groups), MeanOverPixels()], outputs)
+
+
+def _known_strides(strides: str) -> tuple[int, Stages]:
+    """The stride of the first convolution, and the stages."""
+    check_choice("strides", strides, ("small", "paper"))
+    return (1, SMALL_STAGES) if strides == "small" else (2, PAPER_STAGES)
 
 
 def _channels(count: int, width: float) -> int:
