@@ -59,7 +59,9 @@ def test_a_step_size_may_be_a_word_that_the_method_knows() -> None:
     assert construct(table | {"adjoint_lr": "last"}, ALGORITHMS, "algorithm").adjoint_lr == "last"
     written = with_defaults(table, ALGORITHMS, "algorithm")
     assert construct(written, ALGORITHMS, "algorithm").adjoint_lr == "first"
-    with pytest.raises(ConfigError, match=r"algorithm\.adjoint_lr\.kind: there is no adjoint_lr 'lst'.*'last'"):
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.adjoint_lr\.kind: there is no adjoint_lr 'lst'.*'last'"
+    ):
         construct(table | {"adjoint_lr": "lst"}, ALGORITHMS, "algorithm")
 
 
