@@ -396,6 +396,10 @@ def test_a_model_without_any_share_is_no_overflow(mixture):
 def test_fedem_refuses_other_problems():
     with pytest.raises(ValueError, match="FedEM trains a mixture of models"):
         solved(fb.FedEM(0.1), 1)
+    data = fb.Clients([{"inputs": np.zeros((2, INPUTS)), "labels": np.arange(2)}] * 2)
+    scaled = fb.WeightedMixture(fb.Linear(CLASSES), inputs=(INPUTS,), classes=CLASSES, of="logits")
+    with pytest.raises(ValueError, match="FedEM trains a mixture of models"):
+        fb.solve(scaled, data, fb.FedEM(0.1), 1)
 
 
 # ------------------------------------------------------------------------ links

@@ -31,8 +31,12 @@ SETTINGS = {"inputs": (INPUTS,), "classes": CLASSES, "penalty": PENALTY}
 
 MAKERS = {
     "ClassWeights": lambda **o: ClassWeights(Linear(CLASSES), **SETTINGS | o),
+    "ClassWeights of logits": lambda **o: ClassWeights(Linear(CLASSES), of="logits", **SETTINGS | o),
     "Mixture": lambda **o: Mixture(Linear(CLASSES), **{"models": MODELS} | SETTINGS | o),
     "WeightedMixture": lambda **o: WeightedMixture(Linear(CLASSES), **{"models": MODELS} | SETTINGS | o),
+    "WeightedMixture of logits": lambda **o: WeightedMixture(
+        Linear(CLASSES), of="logits", **{"models": MODELS} | SETTINGS | o
+    ),
     "PersonalLayers": lambda **o: PersonalLayers(
         MLP((5,), output_activation="tanh"), Linear(CLASSES), **SETTINGS | o
     ),
@@ -128,6 +132,27 @@ def test_the_upper_objective_of_class_weights_is_plain_but_for_its_penalty():
     assert not np.any(jax.grad(problem.upper)(x, y, arrays())), "x acts through y alone"
 
 
+@float64
+def test_weights_of_the_logits_and_their_derivatives_are_those_worked_out_by_hand():
+    """w = C softmax(x), z = w ⊙ logits: dl/dlogits = w ⊙ (p − e), dl/dx = (dw/dx)ᵀ Σ (p − e) ⊙ logits."""
+    problem = MAKERS["ClassWeights of logits"](upper_penalty=0.4)
+    (x, y), n = point(problem), len(HOT)
+    s = softmax(np.asarray(x))
+    logits = SAMPLES["inputs"] @ np.asarray(y["weight"]) + np.asarray(y["bias"])
+    p = softmax(CLASSES * s * logits)
+    loss = -np.mean(np.log(np.sum(p * HOT, axis=1)))
+    np.testing.assert_allclose(problem.upper(x, y, arrays()), loss + 0.2 * square(x), rtol=1e-13)
+    np.testing.assert_allclose(problem.lower(x, y, arrays()), loss + PENALTY / 2 * square(y), rtol=1e-13)
+    turn = CLASSES * (np.diag(s) - np.outer(s, s))
+    x_slope, y_slope = slopes(problem.lower, x, y)
+    np.testing.assert_allclose(x_slope, turn @ np.sum((p - HOT) * logits, axis=0) / n, atol=1e-14)
+    gap = CLASSES * s * (p - HOT) / n
+    np.testing.assert_allclose(y_slope["bias"], gap.sum(0) + PENALTY * y["bias"], atol=1e-13)
+    accuracy = problem.client_metrics["accuracy"](x, y, arrays())
+    assert accuracy == np.mean((CLASSES * s * logits).argmax(1) == SAMPLES["labels"])
+    assert accuracy != np.mean(logits.argmax(1) == SAMPLES["labels"]), "else it shows nothing"
+
+
 # ------------------------------------------------------------------------- mixtures
 
 
@@ -151,7 +176,9 @@ def test_the_mixture_and_its_derivatives_are_those_worked_out_by_hand():
 
 
 @float64
-@pytest.mark.parametrize("name", ["WeightedMixture", "PersonalLayers"])
+@pytest.mark.parametrize(
+    "name", ["ClassWeights of logits", "WeightedMixture", "WeightedMixture of logits", "PersonalLayers"]
+)
 def test_products_with_second_derivatives_agree_with_differences_of_gradients(name):
     problem = MAKERS[name]()
     x, y = point(problem)
@@ -203,6 +230,24 @@ def test_the_weighted_mixture_is_both_at_once():
     penalty = 0.0005 / 2 * square(x["classes"]) + 0.01 / 2 * square(x["mixture"])
     bare = MAKERS["WeightedMixture"](class_penalty=0.0, mixture_penalty=0.0).upper(x, y, arrays())
     np.testing.assert_allclose(both.upper(x, y, arrays()) - bare, penalty, rtol=1e-9)
+
+
+@float64
+def test_the_mixture_of_weighted_logits_is_both_at_once():
+    both, classes = MAKERS["WeightedMixture of logits"](), MAKERS["ClassWeights of logits"]()
+    x, y = point(both)
+    each = [jnp.exp(-classes.upper(x["classes"], row(y, k), arrays(one))) for k, one in by_model()]
+    of_models = np.asarray(each).reshape(MODELS, -1)
+    loss = -np.mean(np.log(softmax(np.asarray(x["mixture"])) @ of_models))
+    found = both.lower(x, y, arrays()) - PENALTY / 2 * square(y)
+    np.testing.assert_allclose(found, loss, rtol=1e-12)
+
+
+def by_model():
+    """Every model with every sample alone."""
+    places = range(len(SAMPLES["labels"]))
+    alone = [{key: column[[i]] for key, column in SAMPLES.items()} for i in places]
+    return [(k, one) for k in range(MODELS) for one in alone]
 
 
 # ------------------------------------------------------------------- own parameters
@@ -288,6 +333,7 @@ def test_the_test_accuracy_is_the_mean_over_clients_where_they_have_their_own(na
 
 REFUSED = {
     "classes": (lambda: ClassWeights(Linear(4), **SETTINGS), r"model gives outputs of shape \(4,\)"),
+    "of": (lambda: ClassWeights(Linear(3), of="logit", **SETTINGS), "of is 'logit'.*did you mean 'logits'"),
     "head": (lambda: PersonalLayers(Linear(5), Linear(4), **SETTINGS), r"head gives outputs of shape \(4,\)"),
     "models": (lambda: MAKERS["Mixture"](models=0), "models is 0; it must be a whole number of at least 1"),
     "test": (lambda: MAKERS["Mixture"](test={"inputs": TEST["inputs"]}), r"they need \['labels'\] too"),

@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 
+from fedbilevel.name import check_choice
 from fedbilevel.number import check_count
-from fedbilevel.problem.accuracy import Accuracy, CrossEntropy, check_classes, table
+from fedbilevel.problem.accuracy import Accuracy, Classifier, CrossEntropy, check_classes, table
 from fedbilevel.problem.base import Problem, ProblemError
 from fedbilevel.problem.loss_tuning import OfModel
 from fedbilevel.problem.model import Chain, Model, Shape
@@ -32,6 +33,7 @@ from fedbilevel.problem.personal_loss import (
     OwnHead,
     OwnLoss,
     Part,
+    ScaledLogits,
 )
 from fedbilevel.tree import PyTree
 
@@ -41,24 +43,34 @@ def ClassWeights(
     *,
     inputs: tuple[int, ...],
     classes: int,
+    of: str = "losses",
     penalty: float = 0.001,
     upper_penalty: float = 0.0,
     test: Mapping[str, Any] | None = None,
     seed: int = 0,
     **options: Any,
 ) -> Problem:
-    """Own weights of the classes in training (PDBO-DA): clients choose what the shared model learns of them.
+    """Own weights of the classes (PDBO-DA): clients choose what the shared model learns of their losses.
 
         g_i = mean_j C softmax(x_i)_label(j) CE_j(y) + (penalty/2)‖y‖²
         f_i = mean_j CE_j(y) + (upper_penalty/2)‖x_i‖²
 
-    The classifier is the model y; x acts through `y*` alone. x starts at zero: all weights are one.
-    Samples are dicts `{"inputs": (samples, *inputs), "labels": (samples,)}`.
+    The classifier is the model y; x acts through `y*` alone, so that clients who agree on y predict alike.
+    With `of="logits"` a client multiplies the logits instead, in training and when it predicts, and
+    predictions are its own:
+
+        l_i = mean_j CE(C softmax(x_i) ⊙ model(y, inputs_j), label_j)
+        g_i = l_i + (penalty/2)‖y‖²,   f_i = l_i + (upper_penalty/2)‖x_i‖²
+
+    x starts at zero: all weights are one. Samples are dicts
+    `{"inputs": (samples, *inputs), "labels": (samples,)}`.
 
     Args:
         model: its parameters are y; one logit a class.
         inputs: the shape of one sample's inputs.
         classes: C, how many labels there are.
+        of: what the weights are of, the "losses", as the paper says, or the "logits", as the program that
+            its authors published has it, with an upper penalty of 0.001.
         penalty: of the model's parameters.
         upper_penalty: of x; the paper has 0.
         test: columns `inputs` and `labels`: gives the metric `test_accuracy`, where clients have variables of
@@ -76,8 +88,8 @@ def ClassWeights(
         (10,)
     """
     y0 = _drawn(model, inputs, classes, seed)
-    classifier = OfModel(model)
-    lower, upper = ClassWeightedLoss(classifier, Part(), penalty), OwnLoss(classifier, upper_penalty)
+    classifier = _predicted(model, Part(), of)
+    lower, upper = _trained(classifier, Part(), of, penalty), OwnLoss(classifier, upper_penalty)
     return _problem(upper, lower, (jnp.zeros(classes), y0), (inputs, classes, test), options)
 
 
@@ -117,7 +129,7 @@ def Mixture(
         ((3,), (3, 4, 10))
     """
     y0 = _stacked(model, inputs, classes, models, seed)
-    classifier = MixtureOfModels(model, Part())
+    classifier = MixtureOfModels(OfModel(model), Part())
     lower, upper = CrossEntropy(classifier, penalty), OwnLoss(classifier, upper_penalty)
     return _problem(upper, lower, (jnp.zeros(models), y0), (inputs, classes, test), options)
 
@@ -128,6 +140,7 @@ def WeightedMixture(
     inputs: tuple[int, ...],
     classes: int,
     models: int = 3,
+    of: str = "losses",
     penalty: float = 0.001,
     class_penalty: float = 0.0005,
     mixture_penalty: float = 0.01,
@@ -135,12 +148,13 @@ def WeightedMixture(
     seed: int = 0,
     **options: Any,
 ) -> Problem:
-    """Own mixtures of shared models and own weights of the classes in their training (PDBO-MTL&DA).
+    """Own mixtures of shared models and own weights of the classes (PDBO-MTL&DA).
 
     x is `{"classes": (C,), "mixture": (K,)}`, at the start zero: see `ClassWeights` and `Mixture`.
 
     Args:
         model, inputs, classes, models, penalty, test, seed, **options: as for `Mixture`.
+        of: as for `ClassWeights`; weights of the logits are those of every model.
         class_penalty, mixture_penalty: of the two parts of x; the paper's are 0.0005 and 0.01.
 
     Reference: PDBO, section 6.
@@ -153,9 +167,9 @@ def WeightedMixture(
     """
     x0 = {"classes": jnp.zeros(classes), "mixture": jnp.zeros(models)}
     y0 = _stacked(model, inputs, classes, models, seed)
-    classifier = MixtureOfModels(model, Part("mixture"))
+    classifier = MixtureOfModels(_predicted(model, Part("classes"), of), Part("mixture"))
     upper = OwnLoss(classifier, {"classes": class_penalty, "mixture": mixture_penalty})
-    lower = ClassWeightedLoss(classifier, Part("classes"), penalty)
+    lower = _trained(classifier, Part("classes"), of, penalty)
     return _problem(upper, lower, (x0, y0), (inputs, classes, test), options)
 
 
@@ -243,6 +257,19 @@ def Interpolation(
 
 
 # ------------------------------------------------------------- what they share
+
+
+def _predicted(model: Model, weights: Part, of: str) -> Classifier:
+    """What a model predicts, which has own weights where these are of the logits."""
+    check_choice("of", of, ("losses", "logits"), ProblemError)
+    return ScaledLogits(model, weights) if of == "logits" else OfModel(model)
+
+
+def _trained(classifier: Classifier, weights: Part, of: str, penalty: float) -> Objective:
+    """The training loss, which has own weights where these are of the losses."""
+    if of == "losses":
+        return ClassWeightedLoss(classifier, weights, penalty)
+    return CrossEntropy(classifier, penalty)
 
 
 def _drawn(model: Model, inputs: Shape, classes: int, seed: int) -> PyTree:

@@ -39,19 +39,41 @@ def mixed(
     return jax.nn.logsumexp(log_weights[:, None, None] + jax.nn.log_softmax(logits), axis=0)
 
 
-class MixtureOfModels(eqx.Module):
-    """The mean of the probabilities that the models y (stacked) give, with weights `softmax(x)`."""
+def class_weights(scores: Float[Array, " classes"]) -> Float[Array, " classes"]:
+    """`C softmax(scores)`: positive, of mean one, and all of them one where the scores are equal."""
+    return scores.size * jax.nn.softmax(scores)
+
+
+class ScaledLogits(eqx.Module):
+    """`C softmax(c) ⊙ model(y, inputs)`: own weights of the logits; c is a part of x."""
 
     model: Model
     weights: Part
 
     def __call__(self, x: PyTree, y: PyTree, inputs: jax.Array) -> jax.Array:
-        logits = jax.vmap(self.model, in_axes=(0, None))(y, inputs)
+        return class_weights(self.weights(x)) * self.model(y, inputs)
+
+
+class MixtureOfModels(eqx.Module):
+    """The mean of the probabilities that the models y (stacked) give, with weights `softmax(x)`.
+
+    Attributes:
+        each: what one of the models predicts.
+        weights: the part of x with one number for each model.
+    """
+
+    each: Classifier
+    weights: Part
+
+    def __call__(self, x: PyTree, y: PyTree, inputs: jax.Array) -> jax.Array:
+        logits = jax.vmap(self.each, in_axes=(None, 0, None))(x, y, inputs)
         return mixed(jax.nn.log_softmax(self.weights(x)), logits)
 
-    def component_log_likelihoods(self, y: PyTree, samples: PyTree) -> Float[Array, "samples models"]:
+    def component_log_likelihoods(
+        self, x: PyTree, y: PyTree, samples: PyTree
+    ) -> Float[Array, "samples models"]:
         """The logarithm of the probability that each of the models gives to each sample's label."""
-        logits = jax.vmap(self.model, in_axes=(0, None))(y, samples["inputs"])
+        logits = jax.vmap(self.each, in_axes=(None, 0, None))(x, y, samples["inputs"])
         return -jax.vmap(cross_entropy, in_axes=(0, None), out_axes=1)(logits, samples["labels"])
 
 
@@ -94,7 +116,7 @@ class ClassWeightedLoss(eqx.Module):
         scores, labels = self.weights(x), samples["labels"]
         losses = cross_entropy(self.classifier(x, y, samples["inputs"]), labels)
         member = jax.nn.one_hot(labels, scores.size, dtype=losses.dtype)  # no gather, as in `cross_entropy`
-        weight = member @ (scores.size * jax.nn.softmax(scores))
+        weight = member @ class_weights(scores)
         return jnp.mean(weight * losses) + self.penalty / 2 * dot(y, y)
 
 

@@ -57,7 +57,7 @@ class ExpectedLoss(eqx.Module):
     def __call__(self, x: PyTree, y: PyTree, samples: PyTree) -> jax.Array:
         own, start = x
         q = responsibilities(self.mixture, own, start, samples)
-        losses = -self.mixture.component_log_likelihoods(y, samples)
+        losses = -self.mixture.component_log_likelihoods(own, y, samples)
         return jnp.mean(jnp.sum(q * losses, axis=1)) + self.penalty / 2 * dot(y, y)
 
 
@@ -65,7 +65,7 @@ def responsibilities(
     mixture: MixtureOfModels, x: PyTree, y: PyTree, samples: PyTree
 ) -> Float[Array, "samples models"]:
     """q: how likely it is that each of the models made each of the labels."""
-    return jax.nn.softmax(mixture.weights(x) + mixture.component_log_likelihoods(y, samples))
+    return jax.nn.softmax(mixture.weights(x) + mixture.component_log_likelihoods(x, y, samples))
 
 
 class ExpectationMaximisation(Program):
@@ -102,7 +102,8 @@ def _log(share: jax.Array) -> jax.Array:
 def mixture_loss(problem: Problem) -> Any:
     """The lower objective of a mixture; an error that explains if the problem is none."""
     loss: Any = problem.lower
-    if not isinstance(loss, CrossEntropy) or not isinstance(loss.classifier, MixtureOfModels):
+    mixture = isinstance(loss, CrossEntropy) and isinstance(loss.classifier, MixtureOfModels)
+    if not mixture or loss.classifier.weights.name is not None:  # x may hold nothing else
         raise ValueError(
             "FedEM trains a mixture of models, and the lower objective of this problem is none. Build the "
             "problem with `fedbilevel.Mixture(...)`, or use another method."
