@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 import fedbilevel as fb
 from conform.every_verb import EveryVerb
@@ -165,6 +166,17 @@ CASES = {
     "PDBO": Case(
         bilevel_batches,
         lambda: fb.PDBO(fb.links.Stochastic(seed=1), 0.1, 2, fb.Adam(0.05), 2, consensus=True),
+    ),
+    "PDBO, falling step size": Case(
+        bilevel,
+        lambda: fb.PDBO(
+            fb.links.Complete(),
+            optax.piecewise_constant_schedule(0.1, {1: 0.5}),
+            2,
+            fb.SGD(0.05),
+            2,
+            adjoint_lr="last",
+        ),
     ),
     "DSOBA": Case(
         bilevel_batches,

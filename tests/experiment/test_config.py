@@ -195,6 +195,14 @@ def test_a_string_is_short_for_a_kind_in_changes_too() -> None:
     assert merged(base, {"engine": {"chunk": 2}})["engine"] == {"kind": "simulator", "chunk": 2}
 
 
+def test_a_word_takes_the_place_of_a_schedule_and_a_schedule_that_of_a_word() -> None:
+    falling = {"kind": "exponential_decay", "init_value": 1.0, "transition_steps": 2, "decay_rate": 0.1}
+    base = {"algorithm": {"kind": "PDBO", "adjoint_lr": falling}}
+    word = merged(base, {"algorithm": {"adjoint_lr": "last"}})
+    assert word["algorithm"]["adjoint_lr"] == {"kind": "last"}
+    assert merged(word, base) == base
+
+
 def test_dotted_keys_are_trees() -> None:
     assert tree_of({"a.b.c": 1, "a.d": 2, "e": 3}) == {"a": {"b": {"c": 1}, "d": 2}, "e": 3}
     assert tree_of({"algorithm": "FedNest", "algorithm.upper_lr": 1}) == {

@@ -111,3 +111,19 @@ def test_engines_of_one_lane_run_one_by_one(processes: Any) -> None:
     jobs = [job(0.05), job(0.1)]
     for one, result in zip(jobs, sweep(jobs, 2, every=EVERY, engine=processes), strict=True):
         close(result, alone(one, 2))
+
+
+def test_words_are_the_same_where_they_read_the_same() -> None:
+    """Also if they are two objects, as those of two files are."""
+    words = ["".join(("la", "st")) for _ in range(2)]
+    assert words[0] is not words[1]
+    quadratic = fb.Quadratic.random(jax.random.key(0), 3, 2, 2)
+    data = {"problem": quadratic.problem(), "clients": quadratic.clients()}
+    methods = [
+        fb.PDBO(fb.links.Complete(), lr, 2, fb.SGD(0.1), 2, adjoint_lr=word)
+        for lr, word in zip((0.1, 0.05), words, strict=True)
+    ]
+    jobs = [job(algorithm=method, **data) for method in methods]
+    assert list(lanes(jobs)) == [[0, 1]]
+    for one, result in zip(jobs, sweep(jobs, 1, every=EVERY), strict=True):
+        close(result, alone(one, 1))

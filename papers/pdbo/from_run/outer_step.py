@@ -28,13 +28,12 @@ from fedbilevel.experiment.config import plans
 
 def outer_step(folder: pathlib.Path, terms: int | None = None, share: float = 1.0) -> tuple[fb.Result, Any]:
     """The result of a step with a single inner step, and the α of its series, a share of the run's."""
-    changes: dict[str, Any] = {"algorithm.lower_steps": 1}
-    if terms is not None:
-        changes["algorithm.adjoint.terms"] = terms
-    (plan,) = plans(folder / "config.toml", changes=changes)
+    (plan,) = plans(
+        folder / "config.toml", changes={} if terms is None else {"algorithm.adjoint.terms": terms}
+    )
     built, start = build(plan), fb.load(min(folder.glob("checkpoint-*.npz")))
-    lr = share * float(built.algorithm.at(0).adjoint_rate())
-    method = dataclasses.replace(built.algorithm, adjoint_lr=lr)
+    lr = share * float(built.algorithm.at(0).adjoint_rate())  # of all inner steps, of which one is left
+    method = dataclasses.replace(built.algorithm, lower_steps=1, adjoint_lr=lr)
     with warnings.catch_warnings(action="ignore", category=AdjointWarning):  # the growth is printed
         result = fb.solve(built.problem, built.clients, method, 1, start=start, engine=built.engine)
     return result, lr

@@ -31,7 +31,8 @@ from fedbilevel.tree import scale
 class ITD(eqx.Module):
     """The derivative of `mean f_i(x_i, y_i)` after T steps of push-sum from y0, in every node's own x.
 
-    It makes T steps of its own, with one step size (`adjoint_lr` of PDBO), and differentiates these
+    It makes T steps of its own, with one step size (`adjoint_lr` of PDBO, whose "last" may be one that hardly
+    moves y), and differentiates these
     steps, with the links and batches that they drew, so it is exact whether or not they have converged.
     "backward" remembers T points at every node and sends adjoints back over the links in reverse order:
     in a real network the links of the past are gone, and directed ones have no way back. "forward"

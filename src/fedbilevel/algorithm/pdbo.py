@@ -96,11 +96,10 @@ class PDBO(Algorithm[PersonalState]):
         alpha, beta: of VR-HGP; None for both: plain HGP.
         adjoint: another way to the hypergradient, in the place of `terms`, `alpha` and `beta`
             (`adjoint.HGP`, `VRHGP`, `RecurrentBackpropagation`; `algorithm.ITD`).
-        adjoint_lr: α in the recursion of the hypergradient: a number, or the "first" or the "last" of
-            `lower_lr`. The recursion is that of an inner step. With the last one, as the paper's experiments
-            have it, it is the step at which y rests; where `lower_lr` has fallen far by then, M terms see
-            little of g, since they reach about `1/(αM)` down in its curvature. A larger α reaches further,
-            and may diverge.
+        adjoint_lr: α in the recursion of the hypergradient, which differentiates an inner step: a number, a
+            schedule of the outer step, or the "first" or the "last" of `lower_lr`. M terms make an inverse of
+            at most about αM: curvatures below `1/(αM)` count as if they were that. So the larger α is the
+            better, up to where the series diverges. The authors' program has the last one.
         warm_start: go on from the last y, in the place of starting from y0 in every step.
         when: whether nodes make their gradient step "before" they send or "after" they have received.
         statistics: `p̄_ij/δ̄_{j→i}`, which correct for links that are rarely there: "estimated" by the nodes
@@ -247,7 +246,7 @@ class PDBO(Algorithm[PersonalState]):
         return Equilibrium(x, y, w, receive, self.links, self.adjoint_rate(), self.when, state.time)
 
     def adjoint_rate(self) -> Any:
-        """α in the recursion of the hypergradient, as a number."""
+        """α in the recursion of the hypergradient: a number, once `at` has evaluated schedules."""
         if not isinstance(self.adjoint_lr, str):
             return self.adjoint_lr
         rates = rates_of_steps(self.lower_lr, self.lower_steps)

@@ -9,7 +9,7 @@ from typing import Any
 
 from fedbilevel.experiment.construct import Table
 from fedbilevel.experiment.engines import ENGINES
-from fedbilevel.experiment.registry import ALGORITHMS, NESTED, PROBLEMS, ConfigError, find, parameters
+from fedbilevel.experiment.registry import ALGORITHMS, NESTED, PROBLEMS, WORDS, ConfigError, find, parameters
 
 
 def merged(base: Table, change: Mapping[str, Any]) -> Table:
@@ -35,7 +35,7 @@ def _adapted(table: Table, kind: Any) -> Table:
     """What of a table makes sense for another kind."""
     if kind is None or kind == table.get("kind"):
         return table
-    everything = {**ALGORITHMS, **PROBLEMS, **NESTED, **ENGINES}
+    everything = {**ALGORITHMS, **PROBLEMS, **NESTED, **WORDS, **ENGINES}
     try:
         old, new = (find(name, everything, "kind") for name in (table.get("kind"), kind))
     except ConfigError:  # said with its place when the table is built

@@ -216,6 +216,9 @@ def _itself(word: str) -> Factory:
     return lambda: word
 
 
+WORDS: Mapping[str, Factory] = {word: _itself(word) for word in ("first", "last")}
+"""Of PDBO's inner step sizes."""
+
 INSIDE: Mapping[str, Mapping[str, Factory]] = {
     "partition": PARTITIONS,
     "constraint": CONSTRAINTS,
@@ -226,7 +229,7 @@ INSIDE: Mapping[str, Mapping[str, Factory]] = {
     **dict.fromkeys(("availability", "speed", "link"), CONDITIONS),
     **dict.fromkeys(("model", "backbone", "head"), MODELS),
     **dict.fromkeys(("lr", "upper_lr", "lower_lr"), SCHEDULES),
-    "adjoint_lr": {**SCHEDULES, "first": _itself("first"), "last": _itself("last")},  # of PDBO's inner steps
+    "adjoint_lr": {**SCHEDULES, **WORDS},
 }
 """What the table of a certain name inside another one may be."""
 

@@ -41,10 +41,11 @@ _NOTES = {
     ),
     "push": (
         "the terms of hypergradient push grew (the last was {:.3g} times the first at worst): their series "
-        "does not converge, and more terms make it worse. Set `adjoint_lr`, which else is the first of "
+        "does not converge, and more terms make it worse. Set `adjoint_lr`, by default the first of "
         "`lower_lr`, below one over the largest curvature of a node's minibatch (or two over it, with "
-        'when="before"): try a fifth of it. Where g has negative curvature that only slows the growth: give '
-        "the adjoint `damping` above it, take fewer terms, or a larger penalty in g."
+        'when="before"): try a fifth of it, or "last" if `lower_lr` falls. Where g has negative curvature '
+        "that only slows the growth: give the adjoint `damping` above it, take fewer terms, or a larger "
+        "penalty in g."
     ),
     "failed": (
         "the clients' own adjoints failed at up to {:.0%} of the clients: their Hessians have eigenvalues "

@@ -176,7 +176,9 @@ def _separated(trees: list[PyTree]) -> tuple[PyTree, PyTree]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    return a is b or (eqx.is_array_like(a) and bool(np.array_equal(np.asarray(a), np.asarray(b))))
+    if not eqx.is_array_like(a):  # a word, or a function
+        return bool(a == b)
+    return a is b or bool(np.array_equal(np.asarray(a), np.asarray(b)))
 
 
 @eqx.filter_jit

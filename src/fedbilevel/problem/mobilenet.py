@@ -137,7 +137,7 @@ def MobileNetV2(
         outputs: how many logits come out; with 0 there is no head: a backbone with `features` features.
         width: factor for the channels of the first convolution and of all stages, which are then rounded to
             multiples of 8.
-        stages: rows `(expansion, channels, blocks, stride)`; None: the paper's.
+        stages: rows `(expansion, channels, blocks, stride)`; None: the paper's, with `strides`.
         features: channels of the last convolution; not multiplied by `width`.
         groups: of every normalisation; 1, 2, 4 or 8, so that they divide all channels.
         strides: "paper": for 224 × 224 pixels, halved five times (as TorchVision has it); 32 × 32 ones

@@ -69,8 +69,8 @@ def ClassWeights(
         model: its parameters are y; one logit a class.
         inputs: the shape of one sample's inputs.
         classes: C, how many labels there are.
-        of: what the weights are of, the "losses", as the paper says, or the "logits", as the program that
-            its authors published has it, with an upper penalty of 0.001.
+        of: what the weights are of, the "losses", as in the paper, or the "logits", as in a later revision
+            of its authors' program.
         penalty: of the model's parameters.
         upper_penalty: of x; the paper has 0.
         test: columns `inputs` and `labels`: gives the metric `test_accuracy`, where clients have variables of

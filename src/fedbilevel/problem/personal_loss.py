@@ -39,7 +39,7 @@ def mixed(
     return jax.nn.logsumexp(log_weights[:, None, None] + jax.nn.log_softmax(logits), axis=0)
 
 
-def class_weights(scores: Float[Array, " classes"]) -> Float[Array, " classes"]:
+def mean_one(scores: Float[Array, " classes"]) -> Float[Array, " classes"]:
     """`C softmax(scores)`: positive, of mean one, and all of them one where the scores are equal."""
     return scores.size * jax.nn.softmax(scores)
 
@@ -51,7 +51,7 @@ class ScaledLogits(eqx.Module):
     weights: Part
 
     def __call__(self, x: PyTree, y: PyTree, inputs: jax.Array) -> jax.Array:
-        return class_weights(self.weights(x)) * self.model(y, inputs)
+        return mean_one(self.weights(x)) * self.model(y, inputs)
 
 
 class MixtureOfModels(eqx.Module):
@@ -116,7 +116,7 @@ class ClassWeightedLoss(eqx.Module):
         scores, labels = self.weights(x), samples["labels"]
         losses = cross_entropy(self.classifier(x, y, samples["inputs"]), labels)
         member = jax.nn.one_hot(labels, scores.size, dtype=losses.dtype)  # no gather, as in `cross_entropy`
-        weight = member @ class_weights(scores)
+        weight = member @ mean_one(scores)
         return jnp.mean(weight * losses) + self.penalty / 2 * dot(y, y)
 
 

@@ -103,10 +103,10 @@ def mixture_loss(problem: Problem) -> Any:
     """The lower objective of a mixture; an error that explains if the problem is none."""
     loss: Any = problem.lower
     mixture = isinstance(loss, CrossEntropy) and isinstance(loss.classifier, MixtureOfModels)
-    if not mixture or loss.classifier.weights.name is not None:  # x may hold nothing else
+    if not mixture or loss.classifier.weights.name is not None:
         raise ValueError(
-            "FedEM trains a mixture of models, and the lower objective of this problem is none. Build the "
-            "problem with `fedbilevel.Mixture(...)`, or use another method."
+            "FedEM trains a mixture of models whose weights are all of x, and this problem is none. Build "
+            "it with `fedbilevel.Mixture(...)`, or use another method."
         )
     return loss
 
