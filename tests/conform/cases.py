@@ -15,6 +15,7 @@ from conform.every_verb import EveryVerb
 from problem import narrow
 
 CLIENTS = 3
+FALLING = optax.piecewise_constant_schedule(0.1, {1: 0.5})
 
 
 class Case(NamedTuple):
@@ -169,14 +170,7 @@ CASES = {
     ),
     "PDBO, falling step size": Case(
         bilevel,
-        lambda: fb.PDBO(
-            fb.links.Complete(),
-            optax.piecewise_constant_schedule(0.1, {1: 0.5}),
-            2,
-            fb.SGD(0.05),
-            2,
-            adjoint_lr="last",
-        ),
+        lambda: fb.PDBO(fb.links.Complete(), FALLING, 2, fb.SGD(0.05), 2, adjoint_lr="last"),
     ),
     "DSOBA": Case(
         bilevel_batches,
