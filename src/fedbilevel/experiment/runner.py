@@ -22,6 +22,7 @@ from fedbilevel.experiment.loop import Evaluation
 from fedbilevel.experiment.record import Result
 from fedbilevel.experiment.recorded import RunError
 from fedbilevel.experiment.registry import ConfigError
+from fedbilevel.experiment.room import make_room
 from fedbilevel.experiment.shared import directory_of
 from fedbilevel.experiment.suspicion import DivergenceWarning
 from fedbilevel.experiment.sweep import Job, sweep
@@ -79,6 +80,7 @@ def run_all(
         settings = [str(plan.config.get(key)) for key in _TOGETHER] if together else [number]
         groups.setdefault(tuple(settings), []).append((plan, folder))
     for group in groups.values():
+        make_room()
         with jax.enable_x64(group[0][0].config["precision"] == "float64"):
             outcomes = _run_group(group, again, progress, adapt)
         yield from outcomes
